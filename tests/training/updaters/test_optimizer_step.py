@@ -107,7 +107,7 @@ def test_a_scheduler_knows_that_its_optimizer_has_stepped(updater):
 
 
 def test_what_is_left_out_keeps_a_record_and_calls_hooks_and_nothing_else():
-    """A PyTorch whose wrapper of steps does more is noticed here: then `updaters._step` is to be mended."""
+    """A PyTorch whose wrapper of steps does more is noticed here: then `step_optimizer` is to be mended."""
     wrapper = torch.optim.Optimizer.profile_hook_step(torch.optim.SGD.step).__code__
     used = {"cast", "Optimizer", "__class__", "__name__", "torch", "autograd", "profiler", "record_function", "chain"}
     used |= {"_global_optimizer_pre_hooks", "_optimizer_step_pre_hooks", "_global_optimizer_post_hooks"}

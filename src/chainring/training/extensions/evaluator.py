@@ -27,15 +27,8 @@ from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions.progress_bar import bar_of_batches
 from chainring.training.triggers.base import describe
-from chainring.training.updaters._forward import (
-    Loss,
-    arguments,
-    check_call,
-    check_eval_func_call,
-    check_loss_func,
-    loss_and_weight,
-)
-from chainring.training.updaters._precision import Precision, device_type_of
+from chainring.training.updaters._arguments import Loss, check_call, check_loss_func
+from chainring.training.updaters._update import Precision, arguments, loss_and_weight
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -119,7 +112,7 @@ class Evaluator(Extension):
             if eval_func is not None:
                 raise ValueError("an evaluation calls loss_func(model, *inputs) or eval_func(*inputs), and both were given")
         if precision is not None:
-            Precision(precision, "cpu")  # refuses an unknown name
+            Precision(precision)  # refuses an unknown name
         self.converter = converter
         self.device = as_device(device)
         self._follows_rank = is_auto(device)
@@ -199,7 +192,7 @@ class Evaluator(Extension):
         if self._comm.size > 1:  # in training, each rank has computed running statistics of its own share
             self._comm.broadcast([buffer for model in models for buffer in model.buffers() if not is_sharded(buffer)])
         precision_name, loss_func, virtual_ranks = self._find_settings()
-        precision = Precision(precision_name, device_type_of(models))
+        precision = Precision(precision_name, models)
 
         def forward(batch: Any, shows: bool = True) -> tuple[dict[str, Any], Any]:
             observation: dict[str, Any] = {}
@@ -232,15 +225,12 @@ class Evaluator(Extension):
             else:
                 output = (self.eval_func or self._targets["main"])(*args, **kwargs)
         except TypeError:  # say what is wrong, if it is the call
-            if self.eval_func is not None:
-                check_eval_func_call(self.eval_func, inputs)
-            else:
-                check_call(self._targets["main"], loss_func, inputs)
+            check_call(self._targets["main"], loss_func, args, kwargs, self.eval_func)
             raise
         if isinstance(output, Mapping):  # beside or in place of a loss: metric objects, and numbers
             is_wanted = is_metric if "loss" in output else lambda value: is_metric(value) or is_scalar(value)
             report({f"main/{key}": value for key, value in output.items() if is_wanted(value)})
-        _, loss_weight = loss_and_weight(output, "main")
+        _, loss_weight = loss_and_weight(output)
         examples = count_examples(batch)
         return require_count(examples) if loss_weight is None or examples == 0 else loss_weight
 

@@ -1,31 +1,37 @@
-"""The arguments of an updater: converted to mappings by name, or refused with a remedy."""
+"""What an updater and its calls are given: converted to mappings by name, or refused with a remedy."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chainring._checks import is_integer
+from chainring._checks import find_call_error, is_integer
 from chainring._distributed.sharding import fsdp_modules, is_sharded, reshard
 from chainring._naming import parameter_names
 from chainring.iterators.loader import as_iterator
-from chainring.training.updaters._closures import can_step, needs_closure
-from chainring.training.updaters._forward import check_loss_func
-from chainring.training.updaters.callbacks import UpdateCallbacks
+from chainring.training.updaters.callbacks import UpdateCallbacks, list_parameters
+
+Loss = Tensor | Mapping[str, Any]
+"""What a model or a loss function returns: the loss, or a mapping that has ``"loss"``."""
+
+NO_FP16 = (
+    'precision="fp16" scales the loss, by a factor that may change in the middle of a step, and a step with a closure reads '
+    'the loss; use precision="bf16", which needs no scale'
+)
+NO_VIRTUAL_RANKS = (
+    "virtual_ranks computes the gradients of a step once, and an optimizer whose step needs a closure computes them as "
+    "often as it likes; take another optimizer, or leave virtual_ranks out"
+)
 
 
 def check_models(given: Any) -> dict[str, nn.Module]:
-    """Return the models by name.
-
-    Raises:
-        TypeError: one is not a module.
-        ValueError: the mapping is empty.
-    """
+    """Return the models by name."""
     models = _by_name(given, "model")
     for name, model in models.items():
         if not isinstance(model, nn.Module):
@@ -35,20 +41,15 @@ def check_models(given: Any) -> dict[str, nn.Module]:
                 f"a StandardUpdater takes an iterator, an optimizer and third the model, an nn.Module{hint}. "
                 f"Model {name!r} is {_describe(model)}"
             )
-        sharded = fsdp_modules(model)
-        if sharded and not hasattr(torch.cpu.Stream, "record_event"):
-            _check_on_accelerator(name, model)
+        sharded, parameters = fsdp_modules(model), list[Any](model.parameters())
+        is_on_host = any(is_sharded(parameter) and parameter.device_mesh.device_type == "cpu" for parameter in parameters)
+        if sharded and is_on_host and not hasattr(torch.cpu.Stream, "record_event"):
+            raise NotImplementedError(
+                f"fully_shard computes on the CPU since torch 2.7, and this is {torch.__version__}: install a newer one, "
+                f"wrap model {name!r} in DistributedDataParallel, or train on accelerators"
+            )
         reshard(sharded)  # a forward without a backward leaves parameters gathered, which are other objects
     return models
-
-
-def _check_on_accelerator(name: str, model: nn.Module) -> None:
-    parameters: list[Any] = list(model.parameters())
-    if any(is_sharded(each) and each.device_mesh.device_type == "cpu" for each in parameters):
-        raise NotImplementedError(
-            f"fully_shard computes on the CPU since torch 2.7, and this is {torch.__version__}: install a newer one, wrap "
-            f"model {name!r} in DistributedDataParallel, or train on accelerators"
-        )
 
 
 def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, Optimizer]:
@@ -74,6 +75,20 @@ def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, O
     return optimizers
 
 
+def as_iterators(given: Any) -> dict[str, Any]:
+    """Return the iterators by name; none of ``None``."""
+    return {} if given is None else {name: as_iterator(source) for name, source in _by_name(given, "iterator").items()}
+
+
+def _by_name(given: Any, role: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        return {"main": given}
+    if not given:
+        remedy = "; give None for updates without data" if role == "iterator" else ""
+        raise ValueError(f"at least one {role} is needed, got an empty dict{remedy}")
+    return dict(given)
+
+
 def check_settings(converter: Any, loss_func: Any, accumulate: Any, across_epochs: Any, callbacks: Any) -> None:
     if not callable(converter):
         raise TypeError(f"converter is called with a batch and a device, got {_describe(converter)}")
@@ -89,35 +104,10 @@ def check_settings(converter: Any, loss_func: Any, accumulate: Any, across_epoch
         raise TypeError(f"callbacks is an UpdateCallbacks, such as UpdateCallbacks(update_on_start=f), got {callbacks!r}")
 
 
-def as_iterators(given: Any) -> dict[str, Any]:
-    """Return the iterators by name; none of ``None``."""
-    return {} if given is None else {name: as_iterator(source) for name, source in _by_name(given, "iterator").items()}
-
-
-def _by_name(given: Any, role: str) -> dict[str, Any]:
-    """Return one object as ``{"main": it}``, a mapping of several as a dict."""
-    if not isinstance(given, Mapping):
-        return {"main": given}
-    if not given:
-        remedy = "; give None for updates without data" if role == "iterator" else ""
-        raise ValueError(f"at least one {role} is needed, got an empty dict{remedy}")
-    return dict(given)
-
-
-def _describe(given: Any) -> str:
-    name = getattr(given, "__name__", None)
-    return f"the class {name}" if isinstance(given, type) else (name or type(given).__name__)
-
-
 def check_default_update(
     iterators: Mapping[str, Any], models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> None:
-    """Refuse iterators, models and optimizers with which the default update cannot work.
-
-    Raises:
-        ValueError: none of the iterators, or of the models, is called ``"main"``.
-        TypeError: the step of an optimizer takes other arguments.
-    """
+    """Refuse iterators, models and optimizers with which the default update cannot work."""
     registered: tuple[tuple[str, Mapping[str, Any]], ...] = (("iterator", iterators), ("model", models))
     for role, objects in registered:
         if objects and "main" not in objects:
@@ -127,10 +117,99 @@ def check_default_update(
             )
     arguments = (None,) if any(map(needs_closure, optimizers.values())) else ()
     for name, optimizer in optimizers.items():
-        if not can_step(optimizer, *arguments):
+        signature = inspect.signature(type(optimizer).step)
+        try:
+            signature.bind(optimizer, *arguments)
+        except TypeError:
             call = "step(closure), because one of the optimizers needs a closure" if arguments else "step()"
             raise TypeError(
-                f"the default update calls {call}, and that of optimizer {name!r} is "
-                f"{type(optimizer).__name__}.step{inspect.signature(type(optimizer).step)}; "
-                "write update_core in a subclass, which calls it otherwise"
+                f"the default update calls {call}, and that of optimizer {name!r} is {type(optimizer).__name__}.step"
+                f"{signature}; write update_core in a subclass, which calls it otherwise"
+            ) from None
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return True if the ``step`` of an optimizer has one required argument, which is a closure, as that of LBFGS."""
+    # Of the class, because a scheduler wraps the object's.
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return len(required) == 1 and "closure" in required[0].name and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+def check_not_sharded(optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse PyTorch's LBFGS over sharded parameters, at which it would fail in its first step."""
+    for name, optimizer in optimizers.items():
+        if isinstance(optimizer, torch.optim.LBFGS) and any(map(is_sharded, list_parameters([optimizer]))):
+            raise ValueError(
+                f"optimizer {name!r} is LBFGS, which takes all gradients as one vector, and its parameters are sharded by "
+                "fully_shard or parallelize_module; leave the model plain or wrap it in DistributedDataParallel"
             )
+
+
+def check_loss_func(function: Any) -> None:
+    """Refuse what cannot be called, and losses of PyTorch, which do not take the model first."""
+    if not callable(function):
+        raise TypeError(f"loss_func is a function of the model and the inputs, got {type(function).__name__}")
+    while isinstance(function, functools.partial):
+        function = function.func
+    origin = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", None)
+    if str(origin).startswith("torch."):
+        name = _name(function)
+        raise TypeError(
+            f"loss_func is called with the model first, then the inputs, and {name} takes no model; "
+            f"write loss_func=lambda model, x, t: loss(model(x), t) with loss = that {name}, "
+            "or wrap the model: chainring.nn.Classifier(model, lossfun=loss)"
+        )
+
+
+def check_call(
+    model: nn.Module,
+    loss_func: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    eval_func: Callable[..., Any] | None = None,
+) -> None:
+    """Refuse the one of these functions that was called, if its parameters do not fit the arguments."""
+    inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}" if kwargs else "no inputs"
+    function = next(each for each in (eval_func, loss_func, model) if each is not None)
+    forward, name = function.forward if isinstance(function, nn.Module) else function, _name(function)
+    if eval_func is not None:
+        rule = f"eval_func is called with {inputs}, which are the batch, without the model"
+        remedy = (
+            "A function that takes the model first is the loss_func of an Evaluator, which by default is that of the updater"
+        )
+    elif loss_func is not None:
+        rule, args = f"loss_func is called with the model first and then {inputs}", (model, *args)
+        remedy = (
+            "Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; inside, use that model and no other"
+        )
+    else:
+        rule = f"without a loss_func the model is called with {inputs}, which are the batch, and returns the loss"
+        name = f"{type(model).__name__}.forward"
+        remedy = "Wrap it, as chainring.nn.Classifier(model) does for labels, or give loss_func=lambda model, x, t: ..."
+    if error := find_call_error(forward, *args, **kwargs):
+        raise TypeError(f"{rule}; {name}{inspect.signature(forward)} cannot be: {error}. {remedy}") from None
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that is not a scalar tensor with a gradient."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}. '
+            "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, *inputs)"
+        )
+    if loss.ndim:
+        raise ValueError(f"the loss is a scalar tensor, got one of shape {tuple(loss.shape)}; reduce it, as by .mean()")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss depends on no parameter that needs a gradient, so there is nothing to train; "
+            "look for detach(), no_grad() or parameters with requires_grad=False"
+        )
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _describe(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else _name(given)

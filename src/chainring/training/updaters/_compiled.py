@@ -15,13 +15,12 @@ from chainring._messages import warn
 from chainring.datasets._columns import Uncounted
 from chainring.reporting.reporter import current
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
-from chainring.training.updaters._forward import arguments, check_loss, loss_and_weight
-from chainring.training.updaters._gradients import clear_gradients, list_parameters, step_optimizer
-from chainring.training.updaters._precision import Precision
-from chainring.training.updaters.callbacks import run
+from chainring.training.updaters._arguments import check_loss
+from chainring.training.updaters._update import arguments, clear_gradients, loss_and_weight, step_optimizer
+from chainring.training.updaters.callbacks import list_parameters, run
 
 if TYPE_CHECKING:
-    from chainring.training.updaters._update import Scheme, Update
+    from chainring.training.updaters._update import Precision, Scheme, Update
 
 _IS_AVAILABLE = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.13
 _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  # its overloads do not know them yet
@@ -29,11 +28,9 @@ _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  #
 
 def compile_unless(obstacle: str | None, scheme: Scheme) -> Compiled | None:
     """Return the compiled functions of an updater; ``None``, with a warning, if something stands against it."""
-    if obstacle is None and not _IS_AVAILABLE:
-        obstacle = f"an update is compiled by torch 2.13 or newer, and this is {torch.__version__}"
-    if obstacle is None:
+    if obstacle is None and _IS_AVAILABLE:
         return Compiled(scheme)
-    _warn(obstacle)
+    _warn(obstacle or f"an update is compiled by torch 2.13 or newer, and this is {torch.__version__}")
     return None
 
 
@@ -75,7 +72,9 @@ class Compiled:
         """Compute a whole update; return False, with the gradients cleared, if it is to be computed in stages."""
         if self._update is None or not self.computes_whole_updates:
             return False
-        steps = not any(map(_steps_outside, self._optimizers))
+        # A hook of a step, such as that of `FailOnNonNumber`, or a fused kernel cannot be compiled in.
+        hooked = (o for o in self._optimizers if o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks)
+        steps = not any(hooked) and not any(group.get("fused") for o in self._optimizers for group in o.param_groups)
         captures = self._one.device.type == "cuda"
         # hot path: "Chainring, compile=True, fused Adam" in benchmarks/epochs.py, where copies would take 0.5 ms of 7
         fills = steps or captures
@@ -93,7 +92,7 @@ class Compiled:
             return False
         weight, gradients = found
         if not fills:
-            _add_gradients([parameter for parameter in self._parameters if parameter.requires_grad], gradients)
+            _add_gradients(self._parameters, gradients)
         for optimizer in self._optimizers:
             if steps:
                 vars(optimizer)["_opt_called"] = True  # as its step records for the schedulers of torch
@@ -108,7 +107,7 @@ class Compiled:
         return True
 
     def _prepare(self, fills: bool) -> None:
-        """Make learning rates tensors, and allocate gradients that the compiled function ``fills``, or release them."""
+        """Make learning rates tensors, and allocate gradients that are filled, or release them."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         if len(groups) != len(self._learning_rates):
             self._learning_rates = [_LearningRate(torch.zeros((), **self._options)) for _ in groups]
@@ -142,7 +141,7 @@ class Compiled:
         if self._gradients.is_eager:
             return None
         loss, weight, gradients = found
-        _add_gradients([parameter for parameter in self._parameters if parameter.requires_grad], gradients)
+        _add_gradients(self._parameters, gradients)
         update.context.loss = loss
         update.has_loss_weight = update.has_loss_weight or weight is not None
         update.note_weight(weight)
@@ -208,9 +207,10 @@ def _warn(reason: str) -> None:
 
 
 def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Add to gradients, which then have memory of their own: what follows writes to them."""
+    """Add to the gradients of those that require them, which then have memory of their own: what follows writes to them."""
     seen: set[int] = set()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter, gradient in zip(trained, gradients, strict=True):
         if gradient is None:
             continue
         if parameter.grad is not None:
@@ -243,12 +243,6 @@ class _LearningRate:
             self._group["lr"] = self._number
 
 
-def _steps_outside(optimizer: Optimizer) -> bool:
-    """Return True if a step has hooks, such as that of `FailOnNonNumber`, or a fused kernel, which cannot be compiled in."""
-    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(has_hooks or any(group.get("fused") for group in optimizer.param_groups))
-
-
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -256,7 +250,9 @@ def _copied(value: Any) -> Any:
 def _loss(forward: Callable[..., Any], precision: Precision, inputs: Any) -> Any:
     args, kwargs = arguments(inputs)
     with precision.autocast():
-        return loss_and_weight(forward(*args, **kwargs), "main")
+        loss, weight = loss_and_weight(forward(*args, **kwargs))
+    check_loss(loss)
+    return loss, weight
 
 
 def _gradients(
@@ -269,7 +265,6 @@ def _gradients(
     share: Tensor,
 ) -> Any:
     loss, weight = _loss(forward, precision, inputs)
-    check_loss(loss)
     if averages:
         factor = share if weight is None else weight * factor
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -289,7 +284,6 @@ def _update(
 ) -> Any:
     """Compute the gradients, which are returned, or where it ``fills`` written to those that exist, as steps need them."""
     loss, weight = _loss(forward, precision, inputs)
-    check_loss(loss)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not fills:  # by a number that is not known yet: the gradient of (weight * x).sum() would be x itself, of the data
         return weight, torch.autograd.grad(loss * one, trained)

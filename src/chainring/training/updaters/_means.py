@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.group import GroupCommunicator, gradient_buckets
 from chainring._distributed.sharding import placed_like, to_local
-from chainring.training.updaters._gradients import list_parameters, list_trained, unstash
-from chainring.training.updaters.callbacks import run
+from chainring.training.updaters.callbacks import list_parameters, run
 
 if TYPE_CHECKING:
     from chainring.training.updaters._update import Scheme, Update
 
 
 class WeightedMean:
-    """Turns gradients into means by weight, over the micro-batches of an update and over the ranks of a communicator.
+    """Turns gradients into means by weight, over micro-batches, and over the ranks of a communicator or virtual ranks.
 
     The sizes of the micro-batches are not known before the last has come. So each loss is multiplied by its weight over
     that of a full update, and the sums of the gradients are corrected once, in the step.
@@ -49,6 +48,8 @@ class WeightedMean:
     def sending(self, update: Update) -> AbstractContextManager[None]:
         """Return the context of a backward, in which gradients are sent that it makes final."""
         callbacks = update.scheme.updater.callbacks
+        if update.part is not None:
+            return update.part.joint.sending(update)
         if self._comm is None or not update.is_last or callbacks.backward_on_finish or callbacks.comm_on_start:
             return nullcontext()
         update.sent = total = RankSum(self._comm, list_trained(update.scheme.optimizers.values()))
@@ -66,32 +67,53 @@ class WeightedMean:
             run(callbacks.comm_on_finish, update.context)
         update.total_weight = totals[0]
         for optimizer, total in zip(optimizers, totals, strict=True):
-            self._rescale(optimizer, total)
+            if isinstance(total, Tensor) and not total.is_floating_point():
+                total = total.to(torch.float32 if total.device.type == "mps" else torch.float64)
+            factor = self.reference / total
+            if isinstance(factor, Tensor) or factor != 1 or self._exchanged:
+                size = self._scheme.updater.comm.size  # by which DDP and FSDP have divided the gradients of wrapped modules
+                for parameter in list_parameters([optimizer]):
+                    if parameter.grad is not None:
+                        to_local(parameter.grad).mul_(factor * size if id(parameter) in self._exchanged else factor)
 
     def _sum(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> Sequence[Any]:
-        """Sum the gradients of optimizers over micro-batches and ranks, and return the sum of the weights of each."""
+        """Sum the gradients of optimizers over micro-batches and ranks, and return the sum of the weights of each.
+
+        A rank that did not touch a parameter takes part with zeros. A parameter that no rank touched is left without a
+        gradient, so that the optimizer skips it, as it does in a world of one.
+        """
+        comm = self._comm
+        if update.part is not None:
+            return update.part.joint.sum_gradients(optimizers)
         for optimizer in optimizers if update.stashed else ():
             unstash(optimizer, update.stashed)
-        totals = [update.totals.pop(name) for name in names]
-        if self._comm is None:
-            return totals
+        weights = [update.totals.pop(name) for name in names]
         sent, update.sent = update.sent, None
-        return _sum_over_ranks(self._comm, optimizers, totals, self._exchanged, sent)
-
-    def _rescale(self, optimizer: Optimizer, total: Any) -> None:
-        """Turn sums weighted by ``w / reference`` into means, where ``total`` is the sum of the weights w.
-
-        Those of wrapped modules were also divided by the number of ranks, as DDP and FSDP do.
-        """
-        if isinstance(total, Tensor) and not total.is_floating_point():
-            total = total.to(torch.float32 if total.device.type == "mps" else torch.float64)
-        factor = self.reference / total
-        if not isinstance(factor, Tensor) and factor == 1 and not self._exchanged:
-            return
-        size = self._scheme.updater.comm.size
-        for parameter in list_parameters([optimizer]):
-            if parameter.grad is not None:
-                to_local(parameter.grad).mul_(factor * size if id(parameter) in self._exchanged else factor)
+        if comm is None or comm.world.size == 1:
+            return weights
+        if comm.size == 1:
+            for parameter in list_trained(optimizers):
+                if parameter.grad is not None:
+                    parameter.grad = placed_like(parameter.grad, parameter)
+            return weights
+        parameters = [parameter for parameter in list_trained(optimizers) if id(parameter) not in self._exchanged]
+        total = RankSum(comm, parameters) if sent is None else sent
+        touched = [parameter.grad is not None for parameter in parameters]
+        for parameter in parameters:
+            own = parameter.grad
+            parameter.grad = torch.zeros_like(parameter) if own is None else placed_like(own, parameter)
+        numbers: dict[str, Any] = {"dtype": torch.float64, "device": list_parameters(optimizers)[0].device}
+        sums = torch.cat(
+            [torch.stack([torch.as_tensor(weight, **numbers) for weight in weights]), torch.tensor(touched, **numbers)]
+        )
+        if isinstance(comm, GroupCommunicator):
+            sums = total.finish(sums)
+        else:  # of the user's: all at once
+            comm.all_reduce([*(to_local(parameter.grad) for parameter in parameters), sums], average=False)
+        if not all(touched):  # only then is the device waited for
+            for parameter, count in zip(parameters, sums[len(weights) :].tolist(), strict=True):
+                parameter.grad = parameter.grad if count else None
+        return sums[: len(weights)].unbind()
 
 
 class BucketedSum:
@@ -145,12 +167,6 @@ class BucketedSum:
         self._started += 1
         return True
 
-    def send_remaining(self, gradients: Sequence[Tensor]) -> None:
-        """Send the buckets that were not sent in the backward."""
-        for bucket in self.buckets[self._started :]:
-            self._start([gradients[index] for index in bucket])
-        self._started = len(self.buckets)
-
     def is_stale(self, gradients: Sequence[Tensor | None] | None) -> bool:
         """Return True if these are not the gradients that were sent in the backward."""
         if gradients is None:
@@ -173,13 +189,22 @@ class RankSum(BucketedSum):
     def finish(self, numbers: Tensor) -> Tensor:
         """Replace each gradient by its sum, after all ranks have sent theirs; return the sums of some numbers."""
         gradients = [to_local(parameter.grad) for parameter in self.parameters]
-        self.send_remaining(gradients)
-        find_sums = self._share(numbers, gradients)  # after all buckets, of which a rank may have sent some only now
+
+        def send_all_from(first: int) -> None:
+            for bucket in self.buckets[first:]:
+                self._start_sum([gradients[index] for index in bucket])
+
+        send_all_from(self._started)
+        # After all buckets, of which a rank may have sent some only now: numbers, and whether what was sent is stale.
+        # hot path: "two ranks, a plain model": a message more takes a tenth of the update; an accelerator is not waited for
+        is_stale, is_joint = self.is_stale(gradients), self._sends and numbers.is_cpu
+        find_sums = self._comm.start_sum(torch.cat([numbers, numbers.new_tensor([is_stale])]) if is_joint else numbers)
+        find_whether_any = self._comm.start_max(int(is_stale)) if self._sends and not is_joint else None
         sums = [wait() for wait in self._waits]
-        numbers, is_stale = find_sums()
-        if is_stale:
-            self._waits, self._started = [], 0
-            self.send_remaining(gradients)
+        numbers = find_sums()
+        if numbers[-1] if is_joint else find_whether_any is not None and find_whether_any():
+            self._waits = []
+            send_all_from(0)
             sums = [wait() for wait in self._waits]
         for bucket, flat in zip(self.buckets, sums, strict=True):
             sizes = [gradients[index].numel() for index in bucket]
@@ -189,54 +214,47 @@ class RankSum(BucketedSum):
                     parameter.grad = values.view_as(gradient)  # which saves a copy
                 else:
                     gradient.copy_(values.view_as(gradient))
-        return numbers
-
-    def _share(self, numbers: Tensor, gradients: Sequence[Tensor]) -> Callable[[], tuple[Tensor, bool]]:
-        """Start to sum numbers, and to find out whether a rank has sent gradients that have changed since."""
-        if not self._sends:
-            find_sums = self._comm.start_sum(numbers)
-            return lambda: (find_sums(), False)
-        is_stale = self.is_stale(gradients)
-        if numbers.is_cpu:  # hot path: "two ranks, a plain model": a message more takes a tenth of the update
-            find_sums = self._comm.start_sum(torch.cat([numbers, numbers.new_tensor([is_stale])]))
-            return lambda: (find_sums()[:-1], bool(find_sums()[-1]))
-        find_sums, find_largest = self._comm.start_sum(numbers), self._comm.start_max(int(is_stale))
-        return lambda: (find_sums(), bool(find_largest()))  # the device is not waited for
+        return numbers[:-1] if is_joint else numbers
 
 
-def _sum_over_ranks(
-    comm: Communicator,
-    optimizers: Sequence[Optimizer],
-    weights: Sequence[Any],
-    exchanged: Set[int],
-    sent: RankSum | None = None,
-) -> list[Any]:
-    """Sum the gradients of the optimizers over the ranks, in place; return the sums of the weights, one per optimizer.
+def list_trained(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of some optimizers that require gradients, each once."""
+    return [parameter for parameter in list_parameters(optimizers) if parameter.requires_grad]
 
-    The parameters whose ids are in ``exchanged`` have been summed by DDP or FSDP already; ``sent`` has been sent in
-    part. A rank that did not touch a parameter takes part with zeros. A parameter that no rank touched is left without a
-    gradient, so that the optimizer skips it, as it does in a world of one.
+
+def stash(optimizer: Optimizer, stashed: dict[Tensor, Tensor], shared: Set[int]) -> None:
+    """Move the gradients of an optimizer's parameters into ``stashed``, added to what is there.
+
+    The memory of those whose ids are in ``shared`` is written to by the next backward.
     """
-    if comm.world.size == 1:
-        return list(weights)
-    if comm.size == 1:
-        for parameter in list_parameters(optimizers):
-            if parameter.requires_grad and parameter.grad is not None:
-                parameter.grad = placed_like(parameter.grad, parameter)
-        return list(weights)
-    parameters = [parameter for parameter in list_trained(optimizers) if id(parameter) not in exchanged]
-    total = RankSum(comm, parameters) if sent is None else sent
-    touched = [parameter.grad is not None for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else placed_like(parameter.grad, parameter)
-    device = next(iter(list_parameters(optimizers))).device
-    weight_tensors = [torch.as_tensor(weight, dtype=torch.float64, device=device) for weight in weights]
-    sums = torch.cat([torch.stack(weight_tensors), torch.tensor(touched, dtype=torch.float64, device=device)])
-    if isinstance(comm, GroupCommunicator):
-        sums = total.finish(sums)
-    else:  # of the user's: all at once
-        comm.all_reduce([*(to_local(parameter.grad) for parameter in parameters), sums], average=False)
-    if not all(touched):  # only then is the device waited for
-        for parameter, count in zip(parameters, sums[len(weights) :].tolist(), strict=True):
-            parameter.grad = parameter.grad if count else None
-    return list(sums[: len(weights)].unbind())
+    for parameter in list_parameters([optimizer]):
+        gradient = parameter.grad
+        if gradient is not None:
+            if parameter in stashed:
+                stashed[parameter] = stashed[parameter] + gradient
+            else:
+                stashed[parameter] = gradient.clone() if id(parameter) in shared else gradient
+            parameter.grad = None
+
+
+def unstash(optimizer: Optimizer, stashed: dict[Tensor, Tensor]) -> None:
+    """Add to the gradients of an optimizer's parameters what `stash` has moved away."""
+    for parameter in list_parameters([optimizer]):
+        gradient = stashed.pop(parameter, None)
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+@contextmanager
+def only_gradients_of(chosen: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> Generator[None]:
+    """Set aside the gradients of all optimizers except the chosen ones: in the context they are absent and do not change."""
+    own = set(map(id, list_parameters(chosen)))
+    others = [parameter for parameter in list_parameters(optimizers) if id(parameter) not in own]
+    gradients = [parameter.grad for parameter in others]
+    for parameter in others:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(others, gradients, strict=True):
+            parameter.grad = gradient

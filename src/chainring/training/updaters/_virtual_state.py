@@ -1,14 +1,16 @@
-"""What virtual ranks have each for itself: running statistics of modules, and gradients of sharded parameters."""
+"""What virtual ranks have each for themselves, what their ranks agree upon, and with what they cannot give the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
+from torch.nn.parameter import is_lazy
 
+from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import (
     as_summand,
@@ -17,10 +19,17 @@ from chainring._distributed.sharding import (
     is_sharded,
     is_summand,
     reshard,
-    shard_like,
     to_local,
 )
 from chainring._distributed.virtual_ranks import TreeSum
+from chainring._messages import warn
+from chainring._naming import unwrap
+from chainring.reporting.summary import is_scalar
+from chainring.serializers._objects import own_states
+from chainring.training.updaters._arguments import NO_VIRTUAL_RANKS, needs_closure
+
+if TYPE_CHECKING:
+    from chainring.training.updaters._virtual import Part
 
 _ELEMENT_BY_ELEMENT = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.RAdam, optim.Adamax,
@@ -33,6 +42,7 @@ class RunningStatistics:
 
     Those that a virtual rank changes are set aside for it, so that the next one starts from the same values. In the end,
     a floating-point buffer is the mean of the results weighted by rows, and an integer buffer is that of virtual rank 0.
+    ``changed`` are the numbers of the buffers that a virtual rank of this rank has changed.
     """
 
     def __init__(self, models: Iterable[nn.Module], count: int) -> None:
@@ -48,7 +58,7 @@ class RunningStatistics:
         """Begin an update."""
         self._initial = [buffer.clone() for buffer in self._buffers]
         self._sum = TreeSum(block, self._count)
-        self._changed: set[int] = set()
+        self.changed: set[int] = set()
 
     @torch.no_grad()
     def put(self, values: dict[int, Tensor]) -> None:
@@ -61,11 +71,13 @@ class RunningStatistics:
         """Return the buffers that a virtual rank has changed, ``values`` being those of before, and undo its changes."""
         taken = dict(values)
         for slot, (buffers, name) in enumerate(self._slots):
-            own, found = self._buffers[slot], buffers[name]
-            if slot in taken or found is not own or _may_differ(found, self._initial[slot]):
-                taken[slot] = found.clone()
+            own, result, initial = self._buffers[slot], buffers[name], self._initial[slot]
+            # What lies on an accelerator, which would have to be waited for, is taken in any case. A version does not tell:
+            # BatchNorm's kernel on the host changes its statistics without counting that.
+            if slot in taken or result is not own or result.device.type != "cpu" or not torch.equal(result, initial):
+                taken[slot] = result.clone()
                 buffers[name] = own
-                own.copy_(self._initial[slot])
+                own.copy_(initial)
         return taken
 
     @torch.no_grad()
@@ -81,17 +93,12 @@ class RunningStatistics:
         leaf: list[Tensor | None] = [None] * len(self._slots)
         for slot, value in values.items() if rows else ():
             initial = self._initial[slot]
-            self._changed.add(slot)
+            self.changed.add(slot)
             if _is_averaged(value):
                 leaf[slot] = torch.where(value == initial, 0, _exact(value) - _exact(initial)) * rows  # also of infinities
             elif number == 0:
                 leaf[slot] = value.to(torch.int64) - initial.to(torch.int64)
         self._sum.add(leaf)
-
-    @property
-    def changed(self) -> tuple[int, ...]:
-        """The numbers of the buffers that a virtual rank of this rank has changed."""
-        return tuple(sorted(self._changed))
 
     @torch.no_grad()
     def finish(self, comm: Communicator, changed: Sequence[int], rows: Tensor) -> None:
@@ -105,12 +112,6 @@ class RunningStatistics:
             assert total is not None
             change = total / rows if _is_averaged(buffer) else total
             buffer.copy_(torch.where(change == 0, _exact(initial), _exact(initial) + change))
-
-
-def _may_differ(buffer: Tensor, initial: Tensor) -> bool:
-    """Return True if a buffer has changed; on an accelerator, which would have to be waited for, always."""
-    # Its version does not tell: BatchNorm's kernel on the host changes its statistics without counting that.
-    return buffer.device.type != "cpu" or not torch.equal(buffer, initial)
 
 
 def _is_averaged(buffer: Tensor) -> bool:
@@ -161,11 +162,7 @@ class ShardedGradients:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Move what a backward has left to the gradients of the sharded parameters.
-
-        Raises:
-            RuntimeError: a parameter still has the gradient of a step.
-        """
+        """Move what a backward has left to the gradients of the sharded parameters."""
         for held in self._held:
             parameter, gradient = held.sharded_param, _take(held)
             if gradient is None:
@@ -201,27 +198,176 @@ def whole_like(parameter: Any) -> Tensor:
     return torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def set_gradient(parameter: Any, gradient: Tensor | None) -> None:
-    """Set the gradient of a parameter to a whole one that every rank has, of which a sharded parameter takes its shard."""
-    parameter.grad = None
-    parameter.grad = shard_like(gradient, parameter)
+class Findings(NamedTuple):
+    """What a rank has found out in an update, or all ranks together.
 
-
-def check_sharded_parameters(optimizers: Mapping[str, optim.Optimizer]) -> None:
-    """Refuse optimizers that update a shard differently from the same elements of the whole parameter.
-
-    Raises:
-        ValueError: an optimizer of sharded parameters does not work element by element, or not with these.
+    Attributes:
+        keys: of the numbers that were reported, in the order of the virtual ranks.
+        changed: the numbers of the buffers that have changed.
+        absent: the positions of parameters that no virtual rank has a gradient of.
+        is_stale: True if gradients were sent that have changed since.
     """
+
+    keys: tuple[str, ...] = ()
+    changed: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
+    is_stale: bool = False
+
+
+class Means(NamedTuple):
+    """Weighted means over all virtual ranks, the sums of their weights and rows, and those of the weights of their steps.
+
+    ``is_new`` is not 0 if a rank has said so.
+    """
+
+    values: dict[str, Any]
+    weight: Tensor
+    rows: Tensor
+    step_weights: list[Tensor]
+    is_new: Tensor
+
+
+class Agreement:
+    """What all ranks have found out in an update, and the weighted means over all virtual ranks of what these report.
+
+    Ranks tell each other what they have found only where one has found something new. Whether one has goes along with the
+    means of the keys of the update before; on an accelerator, whose numbers would have to be waited for, it goes beside
+    them. A virtual rank without rows does not count, nor does one that has not reported a key for the mean of that key.
+    """
+
+    def __init__(self, comm: Communicator, block: range, count: int, device: torch.device) -> None:
+        self._comm, self._block, self._count, self._device = comm, block, count, device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._own = self._agreed = Findings()
+
+    def start(self, own: Findings, parts: Sequence[Part], at_step: bool = False) -> Callable[[], tuple[Findings, Means]]:
+        """Start to agree, and to find means; the function that it returns waits for the other ranks.
+
+        Args:
+            own: what this rank has found.
+            parts: those of its virtual ranks.
+            at_step: True to sum the weights of their last steps too.
+        """
+        if self._comm.size == 1:
+            return lambda: (own, self._start_means(parts, at_step, own.keys)())
+        is_new, self._own = own != self._own, own
+        find_whether_any = None if self._device.type == "cpu" else self._comm.start_max(int(is_new))
+        wait = self._start_means(parts, at_step, self._agreed.keys, is_new)
+
+        def finish() -> tuple[Findings, Means]:
+            means = wait()
+            if bool(means.is_new) if find_whether_any is None else find_whether_any():
+                ranks = self._comm.gather_object(own)
+                self._agreed = Findings(
+                    tuple(dict.fromkeys(key for rank in ranks for key in rank.keys)),
+                    tuple(sorted({slot for rank in ranks for slot in rank.changed})),
+                    tuple(sorted(set.intersection(*(set(rank.absent) for rank in ranks)))),
+                    any(rank.is_stale for rank in ranks),
+                )
+                means = self._start_means(parts, at_step, self._agreed.keys)()
+            return self._agreed, means
+
+        return finish
+
+    def _start_means(
+        self, parts: Sequence[Part], at_step: bool, keys: Sequence[str], is_new: bool = False
+    ) -> Callable[[], Means]:
+        total = TreeSum(self._block, self._count)
+        step_count = len(parts[0].steps[-1][1]) if at_step else 0
+        for part in parts:
+            pairs = [_weighted(part.observation.get(key), part.weight) or (0, 0) for key in keys]
+            sums = [part.weight, part.rows, *(part.steps[-1][1] if at_step else ())]
+            numbers = [*sums, *(value for value, _ in pairs), *(weight for _, weight in pairs)]
+            vector = self._stack([is_new, *(numbers if part.rows else [0] * len(numbers))])
+            start = 1 + len(sums)
+            vector[start : start + len(keys)] *= vector[start + len(keys) :]
+            total.add([vector])
+        wait = total.start_gather(self._comm)
+
+        def finish() -> Means:
+            sizes = [1, 1, 1, step_count, len(keys), len(keys)]
+            new, weight, rows, step_weights, values, weights = torch.split(wait(), sizes)
+            means = dict(zip(keys, (values / weights).unbind(), strict=True))
+            return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new)
+
+        return finish
+
+    def _stack(self, numbers: Sequence[Any]) -> Tensor:
+        """Return numbers, of which some may be tensors, as one vector, without reading any."""
+        values = [0 if isinstance(number, Tensor) else number for number in numbers]
+        vector = torch.tensor(values, dtype=self._dtype).to(self._device)
+        for index, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                vector[index] = number.detach()
+        return vector
+
+
+def list_keys(parts: Sequence[Part]) -> tuple[str, ...]:
+    """Return the keys of numbers that virtual ranks with rows have reported, in their order."""
+    rows = [(key, value) for part in parts if part.rows for key, value in part.observation.items()]
+    return tuple(dict.fromkeys(key for key, value in rows if _weighted(value, 0) is not None))
+
+
+def _weighted(value: Any, weight: Any) -> tuple[Any, Any] | None:
+    """Return a reported number and what it counts; ``None`` of anything else. It may come with a weight of its own."""
+    if type(value) is tuple and len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1]):
+        return value
+    return (value, weight) if value is not None and is_scalar(value) else None
+
+
+def check_virtual_ranks(
+    count: Any, comm: Communicator, models: Mapping[str, nn.Module], optimizers: Mapping[str, optim.Optimizer]
+) -> None:
+    """Refuse a number of virtual ranks, and models and optimizers with which they cannot give the same bits."""
+    if not is_integer(count):
+        raise TypeError(f"virtual_ranks is the number of parts of an update, an integer, got {count!r}")
+    if count < max(1, comm.size):
+        raise ValueError(
+            f"virtual_ranks is the number of parts of an update, of which each rank computes at least one, got {count} with "
+            f"{comm.size} ranks; take at least {comm.size}, such as the largest number of devices that the run may ever have"
+        )
+    if comm.world.size > comm.size:
+        raise ValueError(
+            f"virtual_ranks are computed by ranks that have the whole model, or are sharded by fully_shard alone, and on "
+            f"this mesh {comm.world.size // comm.size} ranks compute one model together, whose number its bits depend on: "
+            "leave virtual_ranks out, or give all ranks of the mesh to the data"
+        )
+    for name, model in models.items():
+        for path, module in model.named_modules():
+            _check_module(f"model {name!r} has {path or 'itself'} of type {type(module).__name__}", module)
+        if own := [path or "itself" for path, _ in own_states(unwrap(model))]:
+            warn(
+                f"model {name!r} has {', '.join(own)}, which keeps a state of its own, since it has serialize(); the "
+                "virtual ranks of one process share it. What changes in it from batch to batch, as the hidden state of a "
+                "recurrent network does, makes the bits depend on the number of ranks: leave virtual_ranks out then",
+            )
     for name, optimizer in optimizers.items():
-        groups = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        for group, parameter in groups:
+        if needs_closure(optimizer):
+            raise ValueError(f"optimizer {name!r} is {type(optimizer).__name__}; {NO_VIRTUAL_RANKS}")
+        pairs = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        for group, parameter in pairs:
             if is_sharded(parameter) and (reason := _find_reason(optimizer, group, parameter)):
                 raise ValueError(
                     "with virtual_ranks each rank makes of its shards what one rank makes of whole parameters, to the last "
                     f"bit, and optimizer {name!r} of sharded parameters {reason}, or leave the model plain or wrap it in "
                     "DistributedDataParallel"
                 )
+
+
+def _check_module(what: str, module: nn.Module) -> None:
+    if isinstance(module, nn.SyncBatchNorm):
+        raise ValueError(
+            f"with virtual_ranks each virtual rank has its own statistics of the batch, and {what}, which exchanges them "
+            "between ranks by itself; take nn.BatchNorm, whose running statistics are averaged"
+        )
+    if getattr(module, "_comm_hooks", None):
+        raise ValueError(
+            f"with virtual_ranks gradients are exchanged in one fixed order, and {what} with a communication hook of its "
+            "own, which would not be called; leave it out"
+        )
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if any(map(is_lazy, own)):
+        raise ValueError(f"{what}, whose shape is not known yet; call the model with one batch before the updater is made")
 
 
 def _find_reason(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: Any) -> str | None:

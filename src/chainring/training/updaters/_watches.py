@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_local_to, to_full, to_local
-from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters._wrapped import WrappedModules
+from chainring.training.updaters.callbacks import list_parameters
 
 _EVERY = 1000  # updates
 _AT_ONCE = 1 << 22  # elements
@@ -29,44 +28,30 @@ class ExchangeWatch:
 
     Attributes:
         has_exchanged: True if gradients were exchanged in this update.
+        is_stepping: True while an optimizer steps on gradients that were exchanged.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
-        self.has_exchanged = self._is_stepping = False
         self._optimizers = optimizers
-        self._stepped_outside: list[tuple[str, bool]] = []  # the name, and whether it was given a closure
+        self.begin()
         for name, optimizer in optimizers.items():
             if hasattr(optimizer, "_optimizer_step_post_hooks"):  # its __init__ has called that of Optimizer
                 optimizer.register_step_post_hook(partial(self._note_step, name))
 
     def begin(self) -> None:
         """Begin an update."""
-        self.has_exchanged = self._is_stepping = False
-        self._stepped_outside = []
-
-    @contextmanager
-    def stepping(self) -> Generator[None]:
-        """Return the context in which an optimizer steps on gradients that were exchanged."""
-        self._is_stepping = True
-        yield
-        self._is_stepping = False
+        self.has_exchanged = self.is_stepping = False
+        self._stepped_outside: list[tuple[str, bool]] = []  # the name, and whether it was given a closure
 
     def _note_step(self, name: str, _: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_stepping:
+        if not self.is_stepping:
             has_closure = kwargs.get("closure", *args[1:2]) is not None
             self._stepped_outside.append((name, has_closure))
 
     def check(self, comm: Communicator, models: Mapping[str, nn.Module], wrapped: WrappedModules, has_weighed: bool) -> None:
         """Refuse an update after which the ranks may differ, or in which DDP has exchanged gradients with other weights.
 
-        Args:
-            comm: the communicator of the ranks.
-            models: those that the update may have changed.
-            wrapped: the modules that exchange gradients themselves.
-            has_weighed: True if a loss has gone through `StandardUpdater.backward`.
-
-        Raises:
-            RuntimeError: an optimizer stepped by itself, or the parameters of the ranks differ.
+        ``has_weighed`` is true if a loss has gone through `StandardUpdater.backward`.
         """
         for name, has_closure in self._stepped_outside:
             parameters = list_parameters([self._optimizers[name]])
@@ -78,11 +63,9 @@ class ExchangeWatch:
                     f"update_core, or self.step({name!r}, closure) with an optimizer that needs a closure, and not "
                     "optimizer.step()"
                 )
-        if not (self.has_exchanged or self._stepped_outside):
-            self._compare(comm, models, wrapped)
-
-    def _compare(self, comm: Communicator, models: Mapping[str, nn.Module], wrapped: WrappedModules) -> None:
-        """Compare the parameters of the ranks, after an update without any exchange; shards differ by nature."""
+        if self.has_exchanged or self._stepped_outside:
+            return
+        # After an update without any exchange the parameters are compared, but for shards, which differ by nature.
         digest, is_empty = hashlib.blake2b(digest_size=16), True
         for parameter in (parameter for model in models.values() for parameter in model.parameters()):
             if id(parameter) not in wrapped.parameters and not is_lazy(parameter):
@@ -108,11 +91,7 @@ class ModelRanksWatch:
         self._first: int | None = None
 
     def check(self, iteration: int, loss: Any, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse ranks whose losses or gradients differ, before an optimizer steps on the gradients.
-
-        Raises:
-            RuntimeError: they differ; the same error on every rank.
-        """
+        """Refuse ranks whose losses or gradients differ, by the same error on every rank, before an optimizer steps."""
         self._first = iteration if self._first is None else self._first
         if iteration != self._first and iteration % _EVERY:
             return
@@ -128,8 +107,16 @@ class ModelRanksWatch:
         first_of: dict[int, Any] = {}
         for rank, (data_rank, loss, found) in enumerate(self._comm.world.gather_object(own)):
             first, expected_loss, expected = first_of.setdefault(data_rank, (rank, loss, found))
-            if difference := _find_difference(expected_loss, expected, loss, found):
-                what, one, other = difference
+            differing = []  # what, and both numbers
+            total = math.hypot(*(norm for norm, _ in expected.values()))
+            for name in dict.fromkeys([*expected, *found]):
+                (norm, expected_sum), (_, found_sum) = expected.get(name, (0.0, 0.0)), found.get(name, (0.0, 0.0))
+                if abs(expected_sum - found_sum) > _TOLERANCE * (norm + _TOLERANCE * total):
+                    differing.append((f"a sum over the gradient of {name!r}", expected_sum, found_sum))
+            if abs(expected_loss - loss) > 1e-5 * abs(expected_loss):
+                differing.append(("the loss", expected_loss, loss))
+            if differing:
+                what, one, other = differing[0]
                 raise RuntimeError(
                     f"ranks {first} and {rank} compute a model together, on the same rows, and {what} is {one:.6g} on the "
                     f"one and {other:.6g} on the other, as if each had data of its own: give both the same rows and seeds, "
@@ -149,15 +136,3 @@ def _sums_of(gradient: torch.Tensor) -> tuple[float, float]:
         sums += torch.stack([values @ values, values @ signs[: values.numel()]])
     squares, total = sums.tolist()
     return math.sqrt(squares), total
-
-
-def _find_difference(
-    expected_loss: float, expected: Mapping[str, Any], loss: float, found: Mapping[str, Any]
-) -> tuple[str, float, float] | None:
-    """Return what differs between two ranks, with both numbers; ``None`` if nothing does."""
-    total = math.hypot(*(norm for norm, _ in expected.values()))
-    for name in dict.fromkeys([*expected, *found]):
-        (norm, one), (_, other) = expected.get(name, (0.0, 0.0)), found.get(name, (0.0, 0.0))
-        if abs(one - other) > _TOLERANCE * (norm + _TOLERANCE * total):
-            return f"a sum over the gradient of {name!r}", one, other
-    return ("the loss", expected_loss, loss) if abs(expected_loss - loss) > 1e-5 * abs(expected_loss) else None

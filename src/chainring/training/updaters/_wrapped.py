@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,21 +36,22 @@ _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class WrappedModules:
-    """The modules of some models that are wrapped in DDP or `fully_shard`; ``parameters`` are the ids of theirs.
+    """The modules of some models that are wrapped in DDP or `fully_shard`, and the states of communication hooks of DDP.
 
-    ``in_buckets`` are the ids of those whose gradients lie in memory that DDP writes to in each backward, ``hook_states``
-    those of communication hooks of DDP.
+    Attributes:
+        parameters: the ids of their parameters.
+        in_buckets: the ids of those whose gradients lie in memory that DDP writes to in each backward.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._replicated = _list_ddp_modules(models)
-        self.hook_states = HookStates(self._replicated) if self._replicated else None
         self._sharded = [module for model in models for module in fsdp_modules(model)]
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
         sharded = [parameter for model in models for parameter in exchanged_by_fsdp(model)]
         self.parameters = {id(parameter) for parameter in [*replicated, *sharded]}
         viewed = [module for module in self._replicated if module.gradient_as_bucket_view]
         self.in_buckets = {id(parameter) for module in viewed for parameter in module.parameters()}
+        self._loaded: dict[str, dict[str, Any]] = {}  # states of hooks, until the buckets of DDP are laid out
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Let the next backward exchange gradients between ranks, or only add to those of this rank."""
@@ -79,6 +80,42 @@ class WrappedModules:
                 for parameter in module.parameters():
                     parameter.grad = None
 
+    @contextmanager
+    def preserved_hooks(self) -> Iterator[None]:
+        """Warn of hooks whose states are not saved; return a context after which states are as before, or as loaded."""
+        hooks = self._list_hooks()
+        for hook in hooks:
+            if hook.doubt is not None:
+                warn(hook.doubt)
+        before = {hook: hook.read() for hook in hooks if hook.obstacle is None}
+        yield
+        for hook, state in before.items():
+            hook.write(self._loaded.get(hook.name, state))
+        self._loaded = {}
+
+    def serialize(self, serializer: AbstractSerializer, comm: Communicator) -> None:
+        """Save the states of hooks of all ranks, or keep those of this rank until the run starts."""
+        hooks = self._list_hooks()
+        saved = [hook for hook in hooks if hook.obstacle is None]
+        if isinstance(serializer, Serializer):
+            for hook in saved:
+                hook.save(serializer[hook.name], comm)
+            if doubts := [hook.doubt for hook in hooks if hook.doubt is not None]:
+                serializer("inexact", doubts[0])
+        else:
+            loaded = {hook.name: hook.load(serializer[hook.name], comm) for hook in saved}
+            self._loaded = {name: values for name, values in loaded.items() if values is not None}
+
+    def _list_hooks(self) -> list[_Hook]:
+        """Return the communication hooks that have a state."""
+        found: list[_Hook] = []
+        for index, module in enumerate(self._replicated):
+            for hook, state in getattr(module, "_comm_hooks", ()):
+                is_plain = state is None or isinstance(state, dist.ProcessGroup)
+                if not is_plain and type(state).__module__ != f"{_HOOKS}.mixed_precision_hooks":
+                    found.append(_Hook(f"{index}-{len(found)}", module, hook, state))
+        return found
+
 
 class _Surrogate(nn.Module):
     """Stands for a model: its output depends on every parameter, the first ones last, as in a backward."""
@@ -92,13 +129,106 @@ class _Surrogate(nn.Module):
         return torch.stack([parameter.sum() * 0 for parameter in self._trained]).sum()
 
 
-def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
-    """Refuse tensors that are sharded in another way than over the ranks that share the batch.
+class _Hook:
+    """A communication hook of DDP with its state.
 
-    Raises:
-        ValueError: of tensor parallelism, for example, whose ranks must all see the same rows.
+    ``obstacle`` is why its state is not saved, ``doubt`` why a resumed run is not the uninterrupted one.
     """
-    for label, model in models.items() if comm.world.size > 1 else ():
+
+    def __init__(self, name: str, module: DistributedDataParallel, hook: Any, state: Any) -> None:
+        self.name, self._state, self._class = name, state, type(state).__name__
+        self._title = f"the communication hook {getattr(hook, '__name__', type(hook).__name__)} of DDP"
+        self._device = next(module.parameters()).device
+        self._is_of_torch = type(state).__module__.startswith(f"{_HOOKS}.") and self._class in _ATTRIBUTES
+        rest = "a resumed run trains on, and not as the uninterrupted one would"
+        self.obstacle: str | None = None
+        if not self._is_of_torch and serialize_method(state) is None and not has_state(state):
+            self.obstacle = (
+                f"{self._title} keeps a {self._class}, which no snapshot holds: {rest}; give its class serialize()"
+            )
+        elif module.static_graph:
+            self.obstacle = (
+                f"{self._title} keeps a state for each bucket, which DDP(static_graph=True) lays out otherwise at first: "
+                f"{rest}"
+            )
+        self.doubt = self.obstacle
+        if self.doubt is None and self._class == "PostLocalSGDState":
+            self.doubt = f"{self._title} lets ranks have parameters of their own, of which those of rank 0 are saved: {rest}"
+
+    def read(self) -> dict[str, Any]:
+        """Return a copy of what changes in the state."""
+        if not self._is_of_torch:
+            serializer = DictionarySerializer()
+            serializer.visit("state", self._state)
+            return serializer.target
+        values = {name: getattr(self._state, name) for name in _ATTRIBUTES[self._class]}
+        if hasattr(self._state, "rng"):
+            values["rng"] = self._state.rng.get_state()
+        for name in _BY_BUCKET:
+            values |= {f"{name}/{bucket}": tensor for bucket, tensor in getattr(self._state, name, {}).items()}
+        return {key: copy_value(value) for key, value in values.items()}
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Put the state back."""
+        if not self._is_of_torch:
+            DictionaryDeserializer(values).visit("state", self._state)
+            return
+        for name in _ATTRIBUTES[self._class]:
+            setattr(self._state, name, values[name])
+        if hasattr(self._state, "rng"):
+            self._state.rng.set_state(values["rng"])
+        for name in _BY_BUCKET:
+            if hasattr(self._state, name):
+                buckets = {key.partition("/")[2]: value for key, value in values.items() if key.startswith(f"{name}/")}
+                setattr(self._state, name, {int(bucket): tensor.to(self._device) for bucket, tensor in buckets.items()})
+
+    def save(self, serializer: AbstractSerializer, comm: Communicator) -> None:
+        """Save the state; of several ranks the tensors of each bucket as one, of which every rank has a row."""
+        world, values, ranks = comm.world, self.read(), serializer.comm.world
+        rows: dict[str, Tensor] = {}
+        if ranks.size > 1 and self._is_of_torch:
+            rows = {key: values.pop(key) for key in list(values) if isinstance(values[key], Tensor)}
+        serializer("class", self._class)
+        serializer("size", world.size)
+        serializer("ranks", dict(enumerate(ranks.gather_object(values))) if ranks.size > 1 else {world.rank: values})
+        serializer("rows", {key: (tuple(row.shape), str(row.dtype).removeprefix("torch.")) for key, row in rows.items()})
+        for key, row in rows.items():
+            serializer["row"](key, _as_row(row, world.size))
+
+    def load(self, serializer: AbstractSerializer, comm: Communicator) -> dict[str, Any] | None:
+        """Return the state of this rank; ``None``, with a warning, if there is none."""
+        world = comm.world
+        saved = visit_optional(serializer, "class", None), visit_optional(serializer, "size", 0)
+        ranks = visit_optional(serializer, "ranks", {})
+        if saved != (self._class, world.size) or world.rank not in ranks:
+            was = "the saved run has none" if saved[0] is None else f"it was saved as {saved[0]} by {saved[1]} ranks"
+            warn(
+                f"{self._title} begins with a new {self._class} on {world.size} ranks, because {was}: the resumed run is "
+                "not exactly the uninterrupted one",
+            )
+            return None
+        values: dict[str, Any] = ranks[world.rank]
+        for key, (shape, dtype) in serializer("rows", {}).items():
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            rows = serializer["row"](key, _as_row(empty, world.size) if world.size == dist.get_world_size() > 1 else None)
+            values[key] = to_local(rows)[0] if is_sharded(rows) else rows[world.rank]
+        return values
+
+
+def _as_row(tensor: Tensor, size: int) -> Any:
+    """Return the tensor of all ranks of which this one is a row."""
+    from torch.distributed.device_mesh import init_device_mesh  # importing it takes half a second
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh(tensor.device.type, (size,))
+    return DTensor.from_local(tensor[None], mesh, [Shard(0)], run_check=False)
+
+
+def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
+    """Refuse tensors and modules that exchange over other ranks than those that share the batch."""
+    if comm.world.size == 1:
+        return
+    for label, model in models.items():
         if found := find_misplaced(model, comm):
             name, parameter = found
             raise ValueError(
@@ -109,7 +239,7 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
                 'such as init_device_mesh(comm.device.type, (2, 4), mesh_dim_names=("dp", "tp")), and give the updater '
                 'comm=create_communicator(mesh=mesh["dp"]), fully_shard mesh["dp"], and parallelize_module mesh["tp"]'
             )
-    for module in _list_ddp_modules(list(models.values())) if comm.world.size > 1 else ():
+    for module in _list_ddp_modules(list(models.values())):
         ranks = dist.get_process_group_ranks(module.process_group)
         if ranks != list(comm.data_ranks):
             raise ValueError(
@@ -138,7 +268,13 @@ def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrappe
 def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
     """Warn of matrices that ranks have divided and that have the same elements, as `parallelize_module` leaves tied ones."""
     divided: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_sharded(p) and p.ndim > 1}
-    gathered = comm.world.gather_object({name: _sum_of_squares(parameter) for name, parameter in divided.items()})
+    squares: dict[str, float] = {}  # of the shard of this rank, over the number of ranks that hold the same one
+    for name, parameter in divided.items():
+        placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        copies = math.prod(size for size, placement in placed if placement.is_replicate())
+        parts = torch.split(to_local(parameter).detach().flatten(), 1 << 22)
+        squares[name] = sum(part.double().square().sum().item() for part in parts) / copies
+    gathered = comm.world.gather_object(squares)
     alike: dict[Any, str] = {}
     for name, parameter in divided.items():
         total = sum(rank[name] for rank in gathered)
@@ -151,15 +287,6 @@ def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
             )
 
 
-def _sum_of_squares(parameter: Any) -> float:
-    """Return that of the shard of this rank, over the number of ranks that hold the same one."""
-    placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    copies: int = math.prod(size for size, placement in placed if placement.is_replicate())
-    parts = torch.split(to_local(parameter).detach().flatten(), 1 << 22)
-    squares: list[float] = [part.double().square().sum().item() for part in parts]
-    return sum(squares) / copies
-
-
 def list_buffers(models: Sequence[nn.Module]) -> list[Tensor]:
     """Return the buffers of models, except those of DDP, which broadcasts them itself."""
     replicated = {buffer for module in _list_ddp_modules(models) for buffer in module.buffers()}
@@ -168,159 +295,3 @@ def list_buffers(models: Sequence[nn.Module]) -> list[Tensor]:
 
 def _list_ddp_modules(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     return [module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)]
-
-
-class HookStates:
-    """The states of the communication hooks of some modules in DDP."""
-
-    def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
-        self._modules = modules
-        self._loaded: dict[str, dict[str, Any]] = {}  # until the buckets of DDP are laid out
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Return a context after which the states are as before, or as loaded since the last one."""
-        hooks = [hook for hook in self._list() if hook.obstacle is None]
-        before = {hook.name: _read(hook.state) for hook in hooks}
-        yield
-        for hook in hooks:
-            _write(hook.state, self._loaded.get(hook.name, before[hook.name]), hook.device)
-        self._loaded = {}
-
-    def warn(self) -> None:
-        """Warn of states that are not saved, or not enough."""
-        for hook in self._list():
-            if hook.doubt is not None:
-                warn(hook.doubt)
-
-    def serialize(self, serializer: AbstractSerializer, comm: Communicator) -> None:
-        """Save the states of all ranks, each with the rank's number, or keep those of this rank until the run starts."""
-        hooks = self._list()
-        if isinstance(serializer, Serializer):
-            for hook in hooks:
-                if hook.obstacle is None:
-                    _save(hook, serializer[hook.name], comm)
-            if doubts := [hook.doubt for hook in hooks if hook.doubt is not None]:
-                serializer("inexact", doubts[0])
-            return
-        self._loaded = {}
-        for hook in hooks:
-            if hook.obstacle is None and (values := _load(hook, serializer[hook.name], comm)) is not None:
-                self._loaded[hook.name] = values
-
-    def _list(self) -> list[_Hook]:
-        """Return the hooks that have a state."""
-        found: list[_Hook] = []
-        for index, module in enumerate(self._modules):
-            for hook, state in getattr(module, "_comm_hooks", ()):
-                is_plain = state is None or isinstance(state, dist.ProcessGroup)
-                if not is_plain and type(state).__module__ != f"{_HOOKS}.mixed_precision_hooks":
-                    found.append(_Hook.of(f"{index}-{len(found)}", module, hook, state))
-        return found
-
-
-class _Hook(NamedTuple):
-    """A communication hook with its state."""
-
-    name: str
-    title: str
-    state: Any
-    device: torch.device
-    obstacle: str | None  # why its state is not saved
-    doubt: str | None  # why a resumed run is not the uninterrupted one
-
-    @classmethod
-    def of(cls, name: str, module: DistributedDataParallel, hook: Any, state: Any) -> _Hook:
-        title = f"the communication hook {getattr(hook, '__name__', type(hook).__name__)} of DDP"
-        device = next(module.parameters()).device
-        rest = "a resumed run trains on, and not as the uninterrupted one would"
-        obstacle = doubt = None
-        if not _is_known(state):
-            obstacle = f"{title} keeps a {type(state).__name__}, which no snapshot holds: {rest}; give its class serialize()"
-        elif module.static_graph:
-            obstacle = (
-                f"{title} keeps a state for each bucket, which DDP(static_graph=True) lays out otherwise at first: {rest}"
-            )
-        elif type(state).__name__ == "PostLocalSGDState":
-            doubt = f"{title} lets ranks have parameters of their own, of which those of rank 0 are saved: {rest}"
-        return cls(name, title, state, device, obstacle, obstacle or doubt)
-
-
-def _is_of_torch(state: Any) -> bool:
-    return type(state).__module__.startswith(f"{_HOOKS}.") and type(state).__name__ in _ATTRIBUTES
-
-
-def _is_known(state: Any) -> bool:
-    return _is_of_torch(state) or serialize_method(state) is not None or has_state(state)
-
-
-def _read(state: Any) -> dict[str, Any]:
-    """Return a copy of what changes in a state."""
-    if not _is_of_torch(state):
-        serializer = DictionarySerializer()
-        serializer.visit("state", state)
-        return serializer.target
-    values = {name: getattr(state, name) for name in _ATTRIBUTES[type(state).__name__]}
-    if hasattr(state, "rng"):
-        values["rng"] = state.rng.get_state()
-    for name in _BY_BUCKET:
-        values |= {f"{name}/{bucket}": tensor for bucket, tensor in getattr(state, name, {}).items()}
-    return {key: copy_value(value) for key, value in values.items()}
-
-
-def _write(state: Any, values: Mapping[str, Any], device: torch.device) -> None:
-    """Put a state back."""
-    if not _is_of_torch(state):
-        DictionaryDeserializer(values).visit("state", state)
-        return
-    for name in _ATTRIBUTES[type(state).__name__]:
-        setattr(state, name, values[name])
-    if hasattr(state, "rng"):
-        state.rng.set_state(values["rng"])
-    for name in filter(lambda name: hasattr(state, name), _BY_BUCKET):
-        buckets = {key.partition("/")[2]: value for key, value in values.items() if key.startswith(f"{name}/")}
-        setattr(state, name, {int(bucket): tensor.to(device) for bucket, tensor in buckets.items()})
-
-
-def _save(hook: _Hook, serializer: AbstractSerializer, comm: Communicator) -> None:
-    """Save a state; of several ranks the tensors of each bucket as one, of which every rank has a row."""
-    world, values = comm.world, _read(hook.state)
-    rows: dict[str, Tensor] = {}
-    if serializer.comm.world.size > 1 and _is_of_torch(hook.state):
-        rows = {key: values.pop(key) for key in list(values) if isinstance(values[key], Tensor)}
-    ranks = serializer.comm.world.gather_object(values) if serializer.comm.world.size > 1 else {world.rank: values}
-    serializer("class", type(hook.state).__name__)
-    serializer("size", world.size)
-    serializer("ranks", dict(enumerate(ranks)) if isinstance(ranks, list) else ranks)
-    serializer("rows", {key: (tuple(row.shape), str(row.dtype).removeprefix("torch.")) for key, row in rows.items()})
-    for key, row in rows.items():
-        serializer["row"](key, _as_row(row, world.size))
-
-
-def _load(hook: _Hook, serializer: AbstractSerializer, comm: Communicator) -> dict[str, Any] | None:
-    """Return the state of this rank; ``None``, with a warning, if there is none."""
-    world, name = comm.world, type(hook.state).__name__
-    saved = visit_optional(serializer, "class", None), visit_optional(serializer, "size", 0)
-    ranks = visit_optional(serializer, "ranks", {})
-    if saved != (name, world.size) or world.rank not in ranks:
-        was = "the saved run has none" if saved[0] is None else f"it was saved as {saved[0]} by {saved[1]} ranks"
-        warn(
-            f"{hook.title} begins with a new {name} on {world.size} ranks, because {was}: the resumed run is not exactly "
-            "the uninterrupted one",
-        )
-        return None
-    values: dict[str, Any] = ranks[world.rank]
-    for key, (shape, dtype) in serializer("rows", {}).items():
-        empty = torch.empty(shape, dtype=getattr(torch, dtype), device=hook.device)
-        rows = serializer["row"](key, _as_row(empty, world.size) if world.size == dist.get_world_size() > 1 else None)
-        values[key] = to_local(rows)[0] if is_sharded(rows) else rows[world.rank]
-    return values
-
-
-def _as_row(tensor: Tensor, size: int) -> Any:
-    """Return the tensor of all ranks of which this one is a row."""
-    from torch.distributed.device_mesh import init_device_mesh  # importing it takes half a second
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh(tensor.device.type, (size,))
-    return DTensor.from_local(tensor[None], mesh, [Shard(0)], run_check=False)

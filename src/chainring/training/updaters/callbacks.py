@@ -12,10 +12,10 @@ import torch
 from chainring._checks import is_number
 from chainring._distributed.sharding import is_sharded, norm_in_order, placed_like, total_norm
 from chainring.reporting.reporter import report
-from chainring.training.updaters._gradients import list_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from chainring.training.updaters.base import Updater
 
@@ -106,11 +106,10 @@ class UpdateCallbacks:
         self.update_on_finish = _as_tuple("update_on_finish", update_on_finish)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_stage = name in _STAGES
-        super().__setattr__(name, _as_tuple(name, value) if is_stage else value)
-        if is_stage:
-            self.are_any = any(vars(self).get(stage) for stage in _STAGES)
+        super().__setattr__(name, _as_tuple(name, value) if name in _STAGES else value)
+        if name in _STAGES:
             self.are_within = any(vars(self).get(stage) for stage in _STAGES if stage != "batch_on_finish")
+            self.are_any = self.are_within or bool(vars(self).get("batch_on_finish"))
 
     def add(self, stage: str, callback: Callback, *, first: bool = False) -> None:
         """Register a callback; this is possible during a run too.
@@ -124,8 +123,7 @@ class UpdateCallbacks:
             ValueError: there is no such stage.
             TypeError: ``callback`` cannot be called.
         """
-        before = self._list_callbacks(stage)
-        (callback,) = _as_tuple(stage, [callback])
+        before, (callback,) = self._callbacks_of(stage), _as_tuple(stage, [callback])
         setattr(self, stage, (callback, *before) if first else (*before, callback))
 
     def remove(self, stage: str, callback: Callback) -> None:
@@ -134,13 +132,13 @@ class UpdateCallbacks:
         Raises:
             ValueError: there is no such stage.
         """
-        setattr(self, stage, tuple(other for other in self._list_callbacks(stage) if other != callback))
+        setattr(self, stage, tuple(other for other in self._callbacks_of(stage) if other != callback))
 
     def __bool__(self) -> bool:
         """Return True if there is any callback."""
         return self.are_any
 
-    def _list_callbacks(self, stage: str) -> tuple[Callback, ...]:
+    def _callbacks_of(self, stage: str) -> tuple[Callback, ...]:
         if stage not in _STAGES:
             raise ValueError(f"a stage is one of {', '.join(_STAGES)}; got {stage!r}")
         return tuple(getattr(self, stage))
@@ -158,6 +156,12 @@ def run(callbacks: tuple[Callback, ...], context: UpdateContext) -> None:
     """Call each callback with the context."""
     for callback in callbacks:
         callback(context)
+
+
+def list_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the parameters of some optimizers, each once."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateContext], None]:

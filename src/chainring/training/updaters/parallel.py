@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from chainring._naming import named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, device_scope, to_device
-from chainring.datasets._columns import count_examples, require_count, take_examples
+from chainring.datasets._columns import Uncounted, count_examples, require_count, take_examples
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
-from chainring.training.updaters._arguments import check_default_update, check_models
-from chainring.training.updaters._forward import Loss, check_loss, compute_loss
+from chainring.training.updaters._arguments import Loss, check_default_update, check_loss, check_models
+from chainring.training.updaters._update import compute_loss
+from chainring.training.updaters.callbacks import run
 from chainring.training.updaters.standard import StandardUpdater
 
 
@@ -65,7 +66,22 @@ class ParallelUpdater(StandardUpdater):
         converter: Converter = concat_examples,
         loss_func: Callable[..., Loss] | None = None,
     ) -> None:
-        _check_names(model, models, devices)
+        if models is None and devices is None:
+            raise ValueError(
+                "a ParallelUpdater needs replicas: devices={'main': 0, 'second': 1} copies the model to each device, "
+                "models={'main': model, 'second': copy} passes your own; for one device use StandardUpdater"
+            )
+        for argument, given in (("models", models), ("devices", devices)):
+            if given is not None and not isinstance(given, Mapping):
+                raise TypeError(
+                    f"{argument} is a mapping by the replicas' names, such as {{'main': ...}}, got {given!r:.80}"
+                )
+            if given is not None and "main" not in given:
+                raise KeyError(f"{argument} must contain 'main', whose parameters are trained; got {list(given)}")
+        if models and devices and set(models) != set(devices):
+            raise ValueError(f"models and devices name the same replicas, got {list(models)} and {list(devices)}")
+        if models and model is not None and model is not models["main"]:
+            raise ValueError("model and models['main'] are two models, and one can be trained; leave model out")
         if iterator is None:
             raise TypeError(
                 "a ParallelUpdater splits each batch over its replicas, and iterator=None gives none; "
@@ -75,60 +91,66 @@ class ParallelUpdater(StandardUpdater):
         super().__init__(iterator, optimizer, main, converter=converter, loss_func=loss_func)
         if type(self).update_core is ParallelUpdater.update_core:
             check_default_update(self._scheme.iterators, self._scheme.models, self._scheme.optimizers)
-        self._replicas = _make_replicas(main, models, devices)
+        self._replicas: list[_Replica] = []
+        for name in ["main", *(name for name in models or devices or {} if name != "main")]:
+            replica = main if name == "main" else _copy(main) if models is None else models[name]
+            _check_structure(main, replica, name)
+            device = _device_of(replica) if devices is None else as_device(devices[name])
+            if devices is not None and device is not None:
+                replica.to(device)
+            self._replicas.append(_Replica(replica, device))
         self.device = self._replicas[0].device
         self._reporter_with_replicas: Reporter | None = None
 
     def update_core(self) -> None:
         """Run one update: split the next batch, compute the losses, one backward through all of them, and a step."""
-        batch = next(self._scheme.iterators["main"])
-        count = max(1, min(require_count(count_examples(batch)), len(self._replicas)))
-        replicas = self._replicas[:count]
+        batch, update = next(self._scheme.iterators["main"]), self._scheme.update
+        examples = count_examples(batch)
+        count = max(1, min(require_count(examples), len(self._replicas)))
+        replicas, context = self._replicas[:count], update.context
         shares = [take_examples(batch, slice(index, None, count)) for index in range(count)]
-        converted = [self.converter(share, replica.device) for replica, share in zip(replicas, shares, strict=True)]
-        inputs = self._scheme.update.note_batch("", converted, count_examples(batch))
-        compute = partial(self._compute_gradients_in_replicas, replicas, shares, inputs)
+        context.batch = [self.converter(share, replica.device) for replica, share in zip(replicas, shares, strict=True)]
+        context.examples = None if isinstance(examples, Uncounted) else examples
+        run(self.callbacks.batch_on_finish, context)
+        compute = partial(self._compute_gradients_in_replicas, replicas, shares, context.batch)
         if self._scheme.steps_by_closure:
             for name in self._scheme.optimizers:
                 self.step(name, compute)
             return
         compute()
-        self._scheme.update.step(list(self._scheme.optimizers))
+        update.step(list(self._scheme.optimizers))
 
     def _compute_gradients_in_replicas(self, replicas: list[_Replica], shares: list[Any], inputs: list[Any]) -> Tensor:
         """Add the gradients of all shares to those of the main model, and return the loss of the batch."""
+        self._add_observers()
+        main, *others = [replica.model for replica in replicas]
         with self.autocast():
-            losses, weights, observations = zip(*self._forward_replicas(replicas, inputs), strict=True)
+            is_unshaped = any(map(is_lazy, (*main.parameters(), *main.buffers())))
+            _refresh(main, others)  # before the main model's forward, which may write into its buffers
+            outputs = [self._forward_replica(replicas[0], inputs[0])]
+            if is_unshaped:  # lazy layers have parameters and buffers from their first forward on
+                _refresh(main, others)
+            outputs += [self._forward_replica(*pair) for pair in zip(replicas[1:], inputs[1:], strict=True)]
+        losses, loss_weights, observations = zip(*outputs, strict=True)
         device = losses[0].device
-        has_loss_weight = any(weight is not None for weight in weights)
-        weights = tuple(
+        weights = [
             count_examples(share) if weight is None else to_device(device, weight)
-            for weight, share in zip(weights, shares, strict=True)
-        )
+            for weight, share in zip(loss_weights, shares, strict=True)
+        ]
         if (outer := current_observation()) is not None:
             outer.update(merge_observations(observations, weights, device))
-            if has_loss_weight:
+            if any(weight is not None for weight in loss_weights):
                 outer["main/weight"] = sum(weights)
         weighted = [(loss.to(device), weight) for loss, weight in zip(losses, weights, strict=True)]
         loss: Tensor
         loss, weight = weighted[0] if len(weighted) == 1 else weighted_mean(weighted)
         self.backward(loss, weight)
-        for replica in replicas[1:]:
-            _collect_gradients(replica.model, self._scheme.models["main"])
+        for other in others:
+            _collect_gradients(other, main)
         return loss
 
-    def _forward_replicas(self, replicas: list[_Replica], inputs: list[Any]) -> list[tuple[Tensor, Any, dict[str, Any]]]:
-        """Return for each replica its loss, the weight that came with the loss, and the values reported beside it."""
-        self._add_observers()
-        main, *others = replicas
-        is_unshaped = any(map(is_lazy, (*main.model.parameters(), *main.model.buffers())))
-        _refresh(main.model, others)  # before the main model's forward, which may write into its buffers
-        outputs = [self._forward_replica(main, inputs[0])]
-        if is_unshaped:  # lazy layers have parameters and buffers from their first forward on
-            _refresh(main.model, others)
-        return outputs + [self._forward_replica(*pair) for pair in zip(others, inputs[1:], strict=True)]
-
     def _forward_replica(self, replica: _Replica, inputs: Any) -> tuple[Tensor, Any, dict[str, Any]]:
+        """Return the loss of a replica, the weight that came with it, and the values reported beside it."""
         observation: dict[str, Any] = {}
         with nullcontext() if current.reporter is None else report_scope(observation), device_scope(replica.device):
             loss, weight = compute_loss(replica.model, self.loss_func, inputs)
@@ -139,12 +161,11 @@ class ParallelUpdater(StandardUpdater):
     def _add_observers(self) -> None:
         """Let the modules of every replica report under the names of the main model's."""
         reporter = current.reporter
-        if reporter is None or reporter is self._reporter_with_replicas:
-            return
-        for replica in self._replicas[1:]:
-            for path, module in named_submodules("main", replica.model):
-                reporter.add_observer(path, module)
-        self._reporter_with_replicas = reporter
+        if reporter is not None and reporter is not self._reporter_with_replicas:
+            for replica in self._replicas[1:]:
+                for path, module in named_submodules("main", replica.model):
+                    reporter.add_observer(path, module)
+            self._reporter_with_replicas = reporter
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "number of replicas": len(self._replicas)}
@@ -155,39 +176,6 @@ class _Replica(NamedTuple):
 
     model: nn.Module
     device: torch.device | None
-
-
-def _check_names(model: Any, models: Any, devices: Any) -> None:
-    """Refuse mappings without a main replica, or of different replicas."""
-    if models is None and devices is None:
-        raise ValueError(
-            "a ParallelUpdater needs replicas: devices={'main': 0, 'second': 1} copies the model to each device, "
-            "models={'main': model, 'second': copy} passes your own; for one device use StandardUpdater"
-        )
-    for argument, given in (("models", models), ("devices", devices)):
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"{argument} is a mapping by the replicas' names, such as {{'main': ...}}, got {given!r:.80}")
-        if given is not None and "main" not in given:
-            raise KeyError(f"{argument} must contain 'main', whose parameters are trained; got {list(given)}")
-    if models and devices and set(models) != set(devices):
-        raise ValueError(f"models and devices name the same replicas, got {list(models)} and {list(devices)}")
-    if models and model is not None and model is not models["main"]:
-        raise ValueError("model and models['main'] are two models, and one can be trained; leave model out")
-
-
-def _make_replicas(
-    main: nn.Module, models: Mapping[str, nn.Module] | None, devices: Mapping[str, Any] | None
-) -> list[_Replica]:
-    """Return the main model and after it the others in their order: those given, or copies of it."""
-    replicas = []
-    for name in ["main", *(name for name in models or devices or {} if name != "main")]:
-        model = main if name == "main" else _copy(main) if models is None else models[name]
-        _check_structure(main, model, name)
-        device = _device_of(model) if devices is None else as_device(devices[name])
-        if devices is not None and device is not None:
-            model.to(device)
-        replicas.append(_Replica(model, device))
-    return replicas
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -226,10 +214,10 @@ def _structure(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _refresh(main: nn.Module, replicas: Sequence[_Replica]) -> None:
+def _refresh(main: nn.Module, replicas: Sequence[nn.Module]) -> None:
     """Copy parameters, buffers and training flags of the main model into replicas, and clear their gradients."""
     main = unwrap(main)
-    for replica in (unwrap(other.model) for other in replicas):
+    for replica in map(unwrap, replicas):
         for source, target in zip(main.parameters(), replica.parameters(), strict=True):
             if source is target or is_lazy(source):
                 continue
@@ -238,20 +226,17 @@ def _refresh(main: nn.Module, replicas: Sequence[_Replica]) -> None:
             target.copy_(source)
             target.requires_grad_(source.requires_grad)
             target.grad = None
+        device = _device_of(replica)
         for module, module_copy in zip(main.modules(), replica.modules(), strict=True):
             module_copy.training = module.training
-            _refresh_buffers(module, module_copy, _device_of(replica))
-
-
-def _refresh_buffers(module: nn.Module, module_copy: nn.Module, device: torch.device | None) -> None:
-    for name, source in module.named_buffers(recurse=False):
-        target = getattr(module_copy, name, None)
-        if target is source or is_lazy(source):
-            continue
-        if target is None or is_lazy(target) or target.shape != source.shape:  # a cache, say, that grows with its input
-            setattr(module_copy, name, source.to(device, copy=True))
-        else:
-            target.copy_(source)
+            for name, buffer in module.named_buffers(recurse=False):
+                target = getattr(module_copy, name, None)
+                if target is buffer or is_lazy(buffer):
+                    continue
+                if target is None or is_lazy(target) or target.shape != buffer.shape:  # a cache, say, that grows
+                    setattr(module_copy, name, buffer.to(device, copy=True))
+                else:
+                    target.copy_(buffer)
 
 
 @torch.no_grad()

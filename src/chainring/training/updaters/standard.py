@@ -15,30 +15,41 @@ from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.group import GroupCommunicator
-from chainring._distributed.sharding import is_sharded
+from chainring._distributed.sharding import is_sharded, to_full
 from chainring._hints import UPDATER_KEYWORDS, hinting
 from chainring._progress import raise_unless_end
 from chainring.converters import Converter, Device, concat_examples
-from chainring.datasets._columns import count_examples
+from chainring.datasets._columns import Uncounted, count_examples, require_count
 from chainring.iterators.base import Iterator
 from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
 from chainring.training.updaters._arguments import (
+    NO_FP16,
+    NO_VIRTUAL_RANKS,
+    Loss,
     as_iterators,
     check_default_update,
+    check_loss,
     check_models,
+    check_not_sharded,
     check_optimizers,
     check_settings,
+    needs_closure,
 )
-from chainring.training.updaters._closures import NO_FP16, NO_VIRTUAL_RANKS, check_not_sharded, needs_closure
-from chainring.training.updaters._forward import Loss, compute_loss
-from chainring.training.updaters._gradients import clear_gradients, list_parameters
+from chainring.training.updaters._closures import ClosureStep
 from chainring.training.updaters._means import WeightedMean
-from chainring.training.updaters._precision import NO_AUTOCAST, Precision, device_type_of
-from chainring.training.updaters._update import Scheme, Update
+from chainring.training.updaters._update import (
+    NO_AUTOCAST,
+    Precision,
+    Scheme,
+    Update,
+    clear_gradients,
+    compute_loss,
+    run_backward,
+)
 from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, check_sharding, warn_of_untied
 from chainring.training.updaters.base import Updater
-from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, list_parameters, run
 
 T = TypeVar("T")
 _NO_EPOCHS = SimpleNamespace(epoch=0, epoch_detail=0.0)
@@ -156,7 +167,7 @@ class StandardUpdater(Updater):
         self.device = device_of_rank(device, self.comm)
         check_sharding(self.comm, models)
         if virtual_ranks is not None:
-            from chainring.training.updaters._virtual import check_virtual_ranks
+            from chainring.training.updaters._virtual_state import check_virtual_ranks
 
             check_virtual_ranks(virtual_ranks, self.comm, models, optimizers)
         for name, source in iterators.items():
@@ -175,7 +186,7 @@ class StandardUpdater(Updater):
             models=models,
             optimizers=optimizers,
             has_own_core=self._overrides("update_core"),
-            precision=Precision(precision, device_type_of(models.values()), self.comm),
+            precision=Precision(precision, models.values(), self.comm),
             wrapped=WrappedModules(list(models.values())),
         )
         self._choose_means(communicates=comm is not None)
@@ -197,10 +208,10 @@ class StandardUpdater(Updater):
         exchanged = scheme.wrapped.parameters
         is_plain = not any(map(is_sharded, list_parameters(scheme.optimizers.values())))
         if self.virtual_ranks is not None:
-            from chainring.training.updaters._virtual import VirtualMean, VirtualRanks
+            from chainring.training.updaters._virtual import VirtualRanks
 
             scheme.virtual = VirtualRanks(scheme, self.virtual_ranks, goes_on=self._overrides("update_core", "step"))
-            scheme.mean = VirtualMean(scheme, comm if communicates else None)
+            scheme.mean = WeightedMean(scheme, comm if communicates else None, frozenset(), sends=True)
         elif self.accumulate > 1 or communicates:
             sends = comm.size > 1 and isinstance(comm, GroupCommunicator) and is_plain
             sends = sends and not (has_own_stage or has_closures or exchanged)
@@ -230,10 +241,7 @@ class StandardUpdater(Updater):
             broadcast_parameters(self.comm, list(scheme.models.values()), scheme.wrapped)
         for model in scheme.models.values() if scheme.model_watch is not None and self.iteration == 0 else ():
             warn_of_untied(self.comm, model)
-        hooks = scheme.wrapped.hook_states
-        if hooks is not None:
-            hooks.warn()
-        with nullcontext() if hooks is None else hooks.preserved():
+        with scheme.wrapped.preserved_hooks() if scheme.wrapped.parameters else nullcontext():
             if scheme.virtual is not None:
                 scheme.virtual.start()
                 scheme.wrapped.set_gradient_sync(False)
@@ -249,7 +257,10 @@ class StandardUpdater(Updater):
                 parameters without exchanging gradients between them.
         """
         scheme, main = self._scheme, self._scheme.iterators.get("main")
-        marks = [(source, source.mark()) for source in scheme.iterators.values() if hasattr(source, "mark")]
+        marks = []
+        for source in scheme.iterators.values():  # hot path: "in stages" of benchmarks/overhead.py, here and in the stages
+            if hasattr(source, "mark"):
+                marks.append((source, source.mark()))  # noqa: PERF401
         epoch, epoch_detail = 0, None
         if scheme.spans_batches:
             epoch, epoch_detail = getattr(main, "epoch", 0), getattr(main, "epoch_detail", None)
@@ -261,7 +272,13 @@ class StandardUpdater(Updater):
                     clear_gradients(optimizer)
             if scheme.exchange_watch is not None:
                 scheme.exchange_watch.begin()
-            self.weight = update.run() if scheme.virtual is None else scheme.virtual.run(update)
+            if scheme.virtual is not None:
+                self.weight = scheme.virtual.run(update)
+            elif self.accumulate > 1:
+                self.weight = update.run()
+            else:
+                self.update_core()
+                self.weight = update.weights[0] if update.weights else require_count(update.examples)
             if scheme.mean is not None or scheme.precision.scaler is not None:
                 scheme.update.finish()
         except BaseException as error:
@@ -305,9 +322,12 @@ class StandardUpdater(Updater):
             forward = scheme.precision.autocast()
         else:
             forward = self.autocast()
-        with forward:
+        if forward is NO_AUTOCAST:  # an empty context is two calls
             loss, weight = compute_loss(scheme.models["main"], self.loss_func, batch)
-            update.context.loss = loss
+        else:
+            with forward:
+                loss, weight = compute_loss(scheme.models["main"], self.loss_func, batch)
+                update.context.loss = loss
         update.has_loss_weight = update.has_loss_weight or weight is not None
         self.backward(loss, weight)
         return loss
@@ -319,13 +339,24 @@ class StandardUpdater(Updater):
             StopIteration: the data have run out.
             KeyError: there is no iterator of that name.
         """
-        update, iterator = self._scheme.update, self._scheme.iterators[name]
+        scheme, update, iterator = self._scheme, self._scheme.update, self._scheme.iterators[name]
         if update.part is None:
             batch = next(iterator)
             examples = count_examples(batch)
         else:
-            batch, examples = update.part.take_rows(name, iterator)
-        return update.note_batch(name, self.converter(batch, self.device), examples)
+            batch, examples = update.part.joint.take_rows(update.part, name, iterator)
+        context = update.context
+        context.batch = self.converter(batch, self.device)
+        context.examples = None if isinstance(examples, Uncounted) else examples
+        if name == "main":
+            update.examples = examples
+            if scheme.ends_with_epoch and update.has_ended_epoch():  # known before the backward in which ranks exchange
+                update.is_last = True
+                if update.part is None:
+                    scheme.wrapped.set_gradient_sync(True)
+        if self.callbacks.batch_on_finish:
+            run(self.callbacks.batch_on_finish, context)
+        return context.batch
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context manager of a forward pass, which sets its precision and runs the callbacks of that stage."""
@@ -355,7 +386,28 @@ class StandardUpdater(Updater):
         Raises:
             TypeError, ValueError: the loss is not a scalar tensor that depends on a parameter.
         """
-        self._scheme.update.backward(loss, weight, retain_graph)
+        scheme, update, callbacks = self._scheme, self._scheme.update, self.callbacks
+        if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
+            check_loss(loss)  # says what is wrong
+            loss = to_full(loss)
+        weight = update.note_weight(weight)
+        for optimizer in update.stepped:
+            clear_gradients(optimizer)
+        update.stepped = []
+        update.context.loss = loss
+        if callbacks.backward_on_start:
+            run(callbacks.backward_on_start, update.context)
+        if scheme.mean is not None:  # gradients become means in the step
+            loss = scheme.mean.weigh(loss, weight)
+        if scheme.precision.scaler is not None:
+            loss = scheme.precision.scaler.scale(loss)
+        if scheme.mean is not None and scheme.mean.sends:
+            with scheme.mean.sending(update):
+                run_backward(loss, retain_graph)
+        else:
+            run_backward(loss, retain_graph)
+        if callbacks.backward_on_finish:
+            run(callbacks.backward_on_finish, update.context)
 
     def step(self, name: str = "main", closure: Callable[[], Tensor] | None = None) -> None:
         """Step an optimizer in the last micro-batch: exchange gradients, unscale, run callbacks, ``optimizer.step()``.
@@ -395,10 +447,14 @@ class StandardUpdater(Updater):
         update = self._scheme.update
         if closure is None:
             update.step([name])
-        elif self._scheme.virtual is None:
-            update.step_by_closure(name, closure)
-        else:
+            return
+        if self._scheme.virtual is not None:
             raise ValueError(NO_VIRTUAL_RANKS)
+        update.closures.setdefault(name, ClosureStep(update, name)).add(closure)
+        if update.is_last:
+            update.closures.pop(name).run()
+        else:
+            update.defer([name])
 
     # --- iterators, models and optimizers by name; progress ---
 
@@ -455,8 +511,8 @@ class StandardUpdater(Updater):
             visit_setting(serializer["settings"], name, value, name)
         if scheme.virtual is not None:
             scheme.virtual.seed = visit_optional(serializer, "virtual_seed", scheme.virtual.seed)
-        if scheme.wrapped.hook_states is not None:
-            scheme.wrapped.hook_states.serialize(serializer["communication_hooks"], self.comm)
+        if scheme.wrapped.parameters:
+            scheme.wrapped.serialize(serializer["communication_hooks"], self.comm)
         if scheme.compiled is not None:
             scheme.compiled.serialize(serializer)
 
