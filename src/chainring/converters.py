@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["as_device", "concat_examples", "to_device"]
@@ -50,7 +49,12 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
     """
     columns = getattr(batch, "columns", None)
     if device is None and type(columns) is tuple:
-        return tuple(map(_view_column, columns))
+        # hot path: "an iteration with no extension" of benchmarks/overhead.py. Columns are nearly always tensors or arrays.
+        tensors = []
+        for x in columns:
+            is_array = type(x) is np.ndarray and x.dtype.kind in "biufc"
+            tensors.append(x if type(x) is Tensor else _to_tensor(x) if is_array else _move(None, x))
+        return tuple(tensors)
     target = as_device(device)
     if columns is not None:
         return _move(target, columns)
@@ -59,16 +63,6 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
     if len(batch) == 0:
         raise ValueError("a batch needs at least one example, got none")
     return _move(target, _collate(batch, padding, "example"))
-
-
-def _view_column(x: Any) -> Any:
-    # hot path: "an iteration with no extension" of benchmarks/overhead.py. A column is nearly always a writable array.
-    if type(x) is np.ndarray and x.flags.writeable:
-        try:
-            return torch.from_numpy(x)
-        except (TypeError, ValueError):  # not of numbers, or a byte order or strides that torch does not have
-            pass
-    return _move(None, x)
 
 
 def _holds_array(x: Any) -> bool:
@@ -123,8 +117,10 @@ def as_device(device: Device) -> torch.device | None:
     """
     if device is None or isinstance(device, torch.device):
         return device
+    if is_auto(device):
+        return _auto.choose()
     if isinstance(device, str):
-        return _auto.choose() if is_auto(device) else _check_gpu(_named(device))
+        return _named(device)
     if isinstance(device, bool) or not isinstance(device, (int, np.integer)):
         raise TypeError(
             f'a device is None, an integer, a string such as "auto" or "cuda:0", or a torch.device, got {device!r}'
@@ -141,22 +137,18 @@ def as_device(device: Device) -> torch.device | None:
 
 def _named(device: str) -> torch.device:
     try:
-        return torch.device(device)
+        named = torch.device(device)
     except RuntimeError:
         raise ValueError(
             f'device {device!r} is none that PyTorch knows: "cpu", "cuda", "cuda:0", "mps" or "xpu" are; "auto" takes the '
             "accelerator if there is one, else the CPU"
         ) from None
-
-
-def _check_gpu(device: torch.device) -> torch.device:
-    """Refuse a GPU that PyTorch does not find, before a model is moved to it."""
-    if device.type == "cuda" and not (device.index or 0) < (count := torch.cuda.device_count()):
+    if named.type == "cuda" and not (named.index or 0) < (count := torch.cuda.device_count()):  # before a model is moved
         raise ValueError(
-            f"device {str(device)!r} is not there: PyTorch finds {count} GPUs, and finds none if it is built without CUDA; "
+            f"device {str(named)!r} is not there: PyTorch finds {count} GPUs, and finds none if it is built without CUDA; "
             'device="auto" takes a GPU if there is one, else the CPU'
         )
-    return device
+    return named
 
 
 def is_auto(device: Device) -> bool:
@@ -165,12 +157,7 @@ def is_auto(device: Device) -> bool:
 
 
 class _Auto:
-    """What ``"auto"`` is in this process.
-
-    Attributes:
-        device_of_rank: the device of this rank, once a communicator knows it.
-        chosen: what ``"auto"`` has become before.
-    """
+    """What ``"auto"`` is in this process: the device of this rank, once a communicator knows it; and what it was before."""
 
     device_of_rank: torch.device | None = None
     chosen: torch.device | None = None
@@ -190,11 +177,7 @@ _auto = _Auto()
 
 
 def set_device_of_rank(device: torch.device, is_one_of_several: bool) -> None:
-    """Set the device that ``"auto"`` stands for from now on.
-
-    Raises:
-        RuntimeError: this is one of several ranks, and ``"auto"`` was another device before.
-    """
+    """Set the device that ``"auto"`` stands for from now on; one of several ranks must not have taken another before."""
     if is_one_of_several and _auto.device_of_rank is None and _auto.chosen not in (None, device):
         raise RuntimeError(
             f'device="auto" is the device of the rank, which is {device}, and became {_auto.chosen} before the rank was '
@@ -224,8 +207,13 @@ def _collate(values: Sequence[Any], padding: Padding, path: str) -> Any:
     """Stack the values that the examples have at ``path``, such as "item 1 of example", which is named in errors."""
     # hot path: "images, Pillow" of benchmarks/data.py. Where all values have one type, nothing is asked of each of them.
     first, types = values[0], set(map(type, values))
-    if types == {np.ndarray} and padding is None and (stacked := _stack_alike(values)) is not None:
-        return _to_tensor(stacked)
+    if types == {np.ndarray} and padding is None:
+        try:
+            stacked = np.stack(values)
+        except ValueError:  # of different shapes
+            stacked = None
+        if stacked is not None and stacked.dtype.kind in "fiub":
+            return _to_tensor(stacked)
     if types == {int}:
         return torch.tensor(values, dtype=torch.int64)
     if isinstance(first, tuple):
@@ -243,8 +231,12 @@ def _collate(values: Sequence[Any], padding: Padding, path: str) -> Any:
         _require_all(values, lambda value: isinstance(value, Mapping) and set(value) == key_set, rule, path)
         paddings = _split_padding(padding, keys, Mapping, path)
         return {key: _collate([value[key] for value in values], paddings[key], f"{key!r} of {path}") for key in keys}
-    if type(first) in (float, int, bool):
-        return _collate_numbers(values, path)
+    if type(first) in (float, int, bool):  # to a dtype that holds all: float32, else int64, else bool
+        _require_all(values, lambda value: isinstance(value, (float, int, np.number, np.bool_)), "a number", path)
+        if any(isinstance(value, (float, np.floating)) for value in values):
+            return torch.tensor(values, dtype=torch.float32)
+        is_bool = all(isinstance(value, (bool, np.bool_)) for value in values)
+        return torch.tensor(values, dtype=torch.bool if is_bool else torch.int64)
     _require_all(values, lambda value: not isinstance(value, (tuple, Mapping)), "an array", path)
     arrays = [value if isinstance(value, Tensor) else _to_array(value, path, i) for i, value in enumerate(values)]
     if padding is not None:
@@ -255,24 +247,6 @@ def _collate(values: Sequence[Any], padding: Padding, path: str) -> Any:
     if all(isinstance(array, Tensor) for array in arrays):
         return torch.stack(arrays)
     return _to_tensor(np.stack([np.asarray(array) for array in arrays]))
-
-
-def _stack_alike(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
-    """Stack arrays; ``None`` if their shapes differ or they are not all of numbers."""
-    try:
-        stacked = np.stack(arrays)
-    except ValueError:
-        return None
-    return stacked if stacked.dtype.kind in "fiub" else None
-
-
-def _collate_numbers(values: Sequence[Any], path: str) -> Tensor:
-    """Stack values of which the first is a Python number, as a dtype that holds all: float32, else int64, else bool."""
-    _require_all(values, lambda value: isinstance(value, (float, int, np.number, np.bool_)), "a number", path)
-    if any(isinstance(value, (float, np.floating)) for value in values):
-        return torch.tensor(values, dtype=torch.float32)
-    is_bool = all(isinstance(value, (bool, np.bool_)) for value in values)
-    return torch.tensor(values, dtype=torch.bool if is_bool else torch.int64)
 
 
 def _collate_padded(arrays: list[Any], padding: Padding, path: str) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,16 @@ class Classifier(nn.Module):
         Raises:
             ValueError: the batch has no argument at ``label_key``.
         """
-        args, kwargs, labels = self._split(args, kwargs)
+        key = self.label_key
+        if isinstance(key, str):
+            if key not in kwargs:
+                raise ValueError(f"the labels are the keyword {key!r}, and the batch has the keywords {sorted(kwargs)}")
+            labels = kwargs.pop(key)
+        else:
+            if not -len(args) <= key < len(args):
+                raise ValueError(f"the labels are argument {key}, and the batch has {len(args)}; set label_key")
+            position = key % len(args)
+            args, labels = args[:position] + args[position + 1 :], args[position]
         # hot path: "the script's extensions" of benchmarks/overhead.py. self.predictor costs a microsecond more.
         scores = self._modules["predictor"](*args, **kwargs)  # type: ignore[misc]
         loss = self.lossfun(scores, labels)
@@ -80,17 +89,6 @@ class Classifier(nn.Module):
                 values["accuracy"] = self.accfun(scores, labels)
         report(values, self)
         return loss
-
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        key = self.label_key
-        if isinstance(key, str):
-            if key not in kwargs:
-                raise ValueError(f"the labels are the keyword {key!r}, and the batch has the keywords {sorted(kwargs)}")
-            return args, {name: value for name, value in kwargs.items() if name != key}, kwargs[key]
-        if not -len(args) <= key < len(args):
-            raise ValueError(f"the labels are argument {key}, and the batch has {len(args)}; set label_key")
-        position = key % len(args)
-        return args[:position] + args[position + 1 :], kwargs, args[position]
 
 
 def model_summary(model: nn.Module, batch: Any = None) -> str:
@@ -123,28 +121,24 @@ def model_summary(model: nn.Module, batch: Any = None) -> str:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model_summary describes a torch.nn.Module, got {model!r:.80}; of several models call it for each")
     model = unwrap(model)
-    _check_materialized(model)
+    for path, module in model.named_modules():
+        if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
+            raise ValueError(
+                f"model_summary does not change the model, and {path or 'the model'!r} is a {type(module).__name__}, "
+                "whose parameters are created by its first call; call the model once with a batch first"
+            )
     outputs = {} if batch is None else _run_copy(model, batch)
     rows = list(_rows(model, outputs))
-    numbers = [sum(row.numbers[column] for row in rows) for column in range(3)]
-    lines = [_TITLES, *(row.cells() for row in rows), ("total", "", "", *_texts(numbers))]
+    totals = [sum(numbers) for numbers in zip(*(row[3:] for row in rows), strict=True)]
+    lines = [_TITLES, *((*row[:3], *_texts(row[3:])) for row in rows), ("total", "", "", *_texts(totals))]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  ".join([*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])]) for line in lines]
     rule = "-" * len(table[0])
     return "\n".join([table[0].rstrip(), rule, *table[1:-1], rule, table[-1]])
 
 
-class _Row(NamedTuple):
-    name: str
-    module: nn.Module
-    output: str
-    numbers: list[int]
-
-    def cells(self) -> tuple[str, ...]:
-        return (self.name, type(self.module).__name__, self.output, *_texts(self.numbers))
-
-
-def _rows(model: nn.Module, outputs: Mapping[str, list[str]]) -> Iterator[_Row]:
+def _rows(model: nn.Module, outputs: Mapping[str, list[str]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the name, the class and the output of each module, its numbers of parameters, and the bytes of its memory."""
     clean = name_cleaner(model)
     counted: set[int] = set()
     for path, module in model.named_modules():
@@ -159,54 +153,21 @@ def _rows(model: nn.Module, outputs: Mapping[str, list[str]]) -> Iterator[_Row]:
         memory = sum(tensor.numel() * tensor.element_size() for tensor in new)
         shapes = outputs.get(path, ["-"])
         shown = "; ".join(shapes[:_MOST_SHAPES]) + ("; ..." if len(shapes) > _MOST_SHAPES else "")
-        yield _Row(clean(path) or "(model)", module, shown, [*numbers, memory])
+        yield (clean(path) or "(model)", type(module).__name__, shown, *numbers, memory)
 
 
-def _texts(numbers: list[int]) -> tuple[str, str, str]:
+def _texts(numbers: Sequence[int]) -> tuple[str, str, str]:
     parameters, trainable, memory = numbers
-    return f"{parameters:,}", f"{trainable:,}", _bytes_text(memory)
-
-
-def _bytes_text(size: int) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**power:
-            return f"{size / 1024**power:.1f} {unit}"
-    return f"{size} B"
-
-
-def _check_materialized(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
-            raise ValueError(
-                f"model_summary does not change the model, and {path or 'the model'!r} is a {type(module).__name__}, "
-                "whose parameters are created by its first call; call the model once with a batch first"
-            )
+    units = [unit for unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")) if memory >= unit[0]]
+    size = f"{memory / units[0][0]:.1f} {units[0][1]}" if units else f"{memory} B"
+    return f"{parameters:,}", f"{trainable:,}", size
 
 
 def _run_copy(model: nn.Module, batch: Any) -> dict[str, list[str]]:
-    """Call a copy of the model; return the shapes of the outputs of each module by path, each different one once."""
-    _check_local(model)
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    twin, batch = _copy(model, _as_batch(batch))
-    batch = to_device(next(iter(devices)) if len(devices) == 1 else None, batch)
-    args, kwargs = (batch, {}) if isinstance(batch, tuple) else ((), batch) if isinstance(batch, Mapping) else ((batch,), {})
-    outputs: dict[str, list[str]] = {}
-    reporter = Reporter()
-    reporter.add_observers("main", twin.named_modules())
-    with ExitStack() as stack:
-        for device in (None, *devices):
-            stack.enter_context(device_scope(device))
-            stack.enter_context(preserve_rng())
-        if "torch._dynamo" in sys.modules:  # who has compiled a part has imported it; compiling takes minutes
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_recording(twin, outputs))
-        stack.enter_context(reporter.scope({}))
-        twin(*args, **kwargs)
-    return outputs
+    """Call a copy of the model; return the shapes of the outputs of each module by path, each different one once.
 
-
-def _check_local(model: nn.Module) -> None:
-    """Refuse models whose call needs all ranks: where only one of them asks for the table, it would wait forever."""
+    Models whose call needs all ranks are refused: where only one of them asks for the table, it would wait forever.
+    """
     if any(map(is_sharded, model.parameters())):
         raise ValueError(
             "model_summary runs a copy of the model, and this model is sharded over ranks; call it before "
@@ -218,13 +179,34 @@ def _check_local(model: nn.Module) -> None:
             "model_summary runs a copy of the model on this rank, and its SyncBatchNorm waits for all ranks; "
             "call it before convert_sync_batchnorm or after model.eval(), or leave out the batch"
         )
-
-
-def _as_batch(batch: Any) -> Any:
-    """Return a batch as an updater hands it to the model: of columns, not of examples."""
     if type(batch) is list and any(isinstance(item, Tensor) for item in batch):
-        return tuple(batch)
-    return concat_examples(batch) if isinstance(batch, list) or hasattr(batch, "columns") else batch
+        batch = tuple(batch)
+    elif isinstance(batch, list) or hasattr(batch, "columns"):
+        batch = concat_examples(batch)
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    twin, batch = _copy(model, batch)
+    batch = to_device(next(iter(devices)) if len(devices) == 1 else None, batch)
+    args, kwargs = (batch, {}) if isinstance(batch, tuple) else ((), batch) if isinstance(batch, Mapping) else ((batch,), {})
+    outputs: dict[str, list[str]] = {}
+    running: list[str] = []
+    for path, module in twin.named_modules():
+        _record_shapes(path, module, running, outputs)
+    reporter = Reporter()
+    reporter.add_observers("main", twin.named_modules())
+    with ExitStack() as stack:
+        for device in (None, *devices):
+            stack.enter_context(device_scope(device))
+            stack.enter_context(preserve_rng())
+        if "torch._dynamo" in sys.modules:  # who has compiled a part has imported it; compiling takes minutes
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(reporter.scope({}))
+        try:
+            twin(*args, **kwargs)
+        except Exception as error:
+            mode, where = "training" if twin.training else "evaluation", running[-1] if running else ""
+            error.add_note(f"while model_summary called the model with the batch, in {mode} mode, in {where!r}")
+            raise
+    return outputs
 
 
 def _copy(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
@@ -242,39 +224,18 @@ def _copy(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
         ) from error
 
 
-@contextmanager
-def _recording(model: nn.Module, outputs: dict[str, list[str]]) -> Iterator[None]:
-    """Note the shapes of the outputs of each module; an error is given a note of where it came from."""
-    running: list[str] = []
+def _record_shapes(path: str, module: nn.Module, running: list[str], outputs: dict[str, list[str]]) -> None:
+    """Let a module note the shapes of its outputs, and that it is running."""
 
-    def enter(path: str) -> Callable[..., None]:
-        return lambda *_: running.append(path)
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+        shapes, text = outputs.setdefault(path, []), _describe(output)
+        shape = text if len(text) <= _WIDEST_SHAPE else text[: _WIDEST_SHAPE - 3] + "..."
+        if shape not in shapes:
+            shapes.append(shape)
 
-    def leave(path: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            running.pop()
-            shapes = outputs.setdefault(path, [])
-            if (shape := _shape_text(output)) not in shapes:
-                shapes.append(shape)
-
-        return note
-
-    for path, module in model.named_modules():
-        module.register_forward_pre_hook(enter(path))
-        module.register_forward_hook(leave(path))
-    try:
-        yield
-    except Exception as error:
-        mode = "training" if model.training else "evaluation"
-        error.add_note(
-            f"while model_summary called the model with the batch, in {mode} mode, in {running[-1] if running else ''!r}"
-        )
-        raise
-
-
-def _shape_text(output: Any) -> str:
-    text = _describe(output)
-    return text if len(text) <= _WIDEST_SHAPE else text[: _WIDEST_SHAPE - 3] + "..."
+    module.register_forward_pre_hook(lambda *_: running.append(path))
+    module.register_forward_hook(note)
 
 
 def _describe(output: Any) -> str:
