@@ -13,7 +13,7 @@ from chainring._distributed.virtual_ranks import block_of
 from chainring.datasets._columns import count_examples, take_examples
 from chainring.reporting._metrics import all_over_ranks, is_metric, undone
 from chainring.reporting.summary import DictMeans
-from chainring.training.updaters._wrapped import WrappedModules
+from chainring.training.updaters._ranks import WrappedModules
 
 Forward = Callable[..., tuple[dict[str, Any], Any]]
 """``forward(batch, shows=True)`` returns what is reported of a batch, and its weight."""

@@ -15,7 +15,7 @@ from chainring._checks import find_call_error, is_integer
 from chainring._distributed.sharding import fsdp_modules, is_sharded, reshard
 from chainring._naming import parameter_names
 from chainring.iterators.loader import as_iterator
-from chainring.training.updaters.callbacks import UpdateCallbacks, list_parameters
+from chainring.training.updaters.callbacks import UpdateCallbacks
 
 Loss = Tensor | Mapping[str, Any]
 """What a model or a loss function returns: the loss, or a mapping that has ``"loss"``."""
@@ -64,6 +64,11 @@ def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, O
             raise ValueError(
                 f"optimizer {name!r} is a {_describe(optimizer)}, whose state is divided among all ranks and cannot be "
                 "saved; shard the model by torch.distributed.fsdp.fully_shard instead, and its optimizer's state is too"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS) and any(map(is_sharded, parameters)):
+            raise ValueError(
+                f"optimizer {name!r} is LBFGS, which takes all gradients as one vector, and its parameters are sharded by "
+                "fully_shard or parallelize_module; leave the model plain or wrap it in DistributedDataParallel"
             )
         foreign = sum(id(parameter) not in names for parameter in parameters)
         if foreign:
@@ -134,16 +139,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return len(required) == 1 and "closure" in required[0].name and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
-
-
-def check_not_sharded(optimizers: Mapping[str, Optimizer]) -> None:
-    """Refuse PyTorch's LBFGS over sharded parameters, at which it would fail in its first step."""
-    for name, optimizer in optimizers.items():
-        if isinstance(optimizer, torch.optim.LBFGS) and any(map(is_sharded, list_parameters([optimizer]))):
-            raise ValueError(
-                f"optimizer {name!r} is LBFGS, which takes all gradients as one vector, and its parameters are sharded by "
-                "fully_shard or parallelize_module; leave the model plain or wrap it in DistributedDataParallel"
-            )
 
 
 def check_loss_func(function: Any) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from chainring._checks import is_number
 from chainring._distributed.sharding import to_full, to_local
+from chainring.datasets._columns import require_count
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import weighted_mean
 from chainring.training.updaters._arguments import NO_FP16
@@ -101,7 +102,8 @@ class ClosureStep:
                     "DDP and fully_shard exchange gradients in the backward, before which self.backward(loss) weighs the "
                     "loss; write self.backward(loss) in the closure, not loss.backward()"
                 )
-            weight = update.note_weight(None)
+            weight = update.weight = require_count(update.examples)
+            update.weights.setdefault(update.context.micro_step, weight)
             if scheme.mean is not None:
                 for parameter in list_parameters([self._optimizer]):
                     if parameter.grad is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chainring._messages import warn
-from chainring.datasets._columns import Uncounted
+from chainring.datasets._columns import Uncounted, require_count
 from chainring.reporting.reporter import current
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
 from chainring.training.updaters._arguments import check_loss
@@ -48,12 +49,11 @@ class Compiled:
         self._optimizers = list(scheme.optimizers.values())
         self._parameters = list_parameters(self._optimizers)
         device = self._parameters[0].device
-        self._options: dict[str, Any] = {
-            "dtype": torch.float32 if device.type == "mps" else torch.float64,
-            "device": device,
-        }
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._one = torch.ones((), **self._options)
-        self._learning_rates: list[_LearningRate] = []
+        self._rates: list[Tensor] = []  # the learning rate of each parameter group
+        self._numbers: list[Any] = []  # that they were filled with
         averages = scheme.mean is not None
         # Without captured graphs, whose next run would overwrite gradients that are still to be added to.
         gradients = partial(_gradients, forward, scheme.precision, self._parameters, averages)
@@ -79,13 +79,14 @@ class Compiled:
         # hot path: "Chainring, compile=True, fused Adam" in benchmarks/epochs.py, where copies would take 0.5 ms of 7
         fills = steps or captures
         found: Any = None
-        try:
-            self._prepare(fills)
+        with self._tensors_as_rates():
+            for parameter in self._parameters:  # gradients are allocated where they are filled, else released
+                if not (fills and parameter.requires_grad):
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             if not self._is_hooked(self._update):
                 found = self._update(fills, steps, inputs, self._one)
-        finally:
-            for rate in self._learning_rates:
-                rate.to_number()
         if self._update.is_eager:
             for optimizer in self._optimizers:
                 clear_gradients(optimizer)
@@ -106,19 +107,26 @@ class Compiled:
             update.weights[0] = weight
         return True
 
-    def _prepare(self, fills: bool) -> None:
-        """Make learning rates tensors, and allocate gradients that are filled, or release them."""
+    @contextmanager
+    def _tensors_as_rates(self) -> Generator[None]:
+        """Let the learning rates of parameter groups be tensors in the context; numbers would be compiled in."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if len(groups) != len(self._learning_rates):
-            self._learning_rates = [_LearningRate(torch.zeros((), **self._options)) for _ in groups]
+        if len(groups) != len(self._rates):
+            self._rates = [torch.zeros((), **self._options) for _ in groups]
+            self._numbers = [None] * len(groups)
             self._parameters[:] = list_parameters(self._optimizers)
-        for rate, group in zip(self._learning_rates, groups, strict=True):
-            rate.to_tensor(group)
-        for parameter in self._parameters:
-            if not (fills and parameter.requires_grad):
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for index, (group, rate) in enumerate(zip(groups, self._rates, strict=True)):
+            number = group.get("lr")
+            if isinstance(number, float | int):
+                if number != self._numbers[index]:
+                    rate.fill_(number)
+                self._numbers[index], group["lr"] = number, rate
+        try:
+            yield
+        finally:
+            for group, rate, number in zip(groups, self._rates, self._numbers, strict=True):
+                if group.get("lr") is rate:
+                    group["lr"] = number
 
     @property
     def computes_gradients(self) -> bool:
@@ -144,7 +152,8 @@ class Compiled:
         _add_gradients(self._parameters, gradients)
         update.context.loss = loss
         update.has_loss_weight = update.has_loss_weight or weight is not None
-        update.note_weight(weight)
+        update.weight = require_count(update.examples) if weight is None or examples == 0 else weight
+        update.weights.setdefault(update.context.micro_step, update.weight)
         run(scheme.updater.callbacks.backward_on_finish, update.context)
         return loss
 
@@ -222,27 +231,6 @@ def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
         seen.add(address)
 
 
-class _LearningRate:
-    """The learning rate of a parameter group: a tensor while an update is computed, or it would be compiled in."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._group: dict[str, Any] = {}
-        self._number: Any = None
-        self._tensor = tensor
-
-    def to_tensor(self, group: dict[str, Any]) -> None:
-        number = group.get("lr")
-        self._group = group
-        if isinstance(number, float | int):
-            if number != self._number:
-                self._tensor.fill_(number)
-            self._number, group["lr"] = number, self._tensor
-
-    def to_number(self) -> None:
-        if self._group.get("lr") is self._tensor:
-            self._group["lr"] = self._number
-
-
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -256,13 +244,7 @@ def _loss(forward: Callable[..., Any], precision: Precision, inputs: Any) -> Any
 
 
 def _gradients(
-    forward: Callable[..., Any],
-    precision: Precision,
-    parameters: Sequence[Tensor],
-    averages: bool,
-    inputs: Any,
-    factor: Tensor,
-    share: Tensor,
+    forward: Any, precision: Precision, parameters: Sequence[Tensor], averages: bool, inputs: Any, factor: Any, share: Any
 ) -> Any:
     loss, weight = _loss(forward, precision, inputs)
     if averages:
@@ -288,7 +270,7 @@ def _update(
     if not fills:  # by a number that is not known yet: the gradient of (weight * x).sum() would be x itself, of the data
         return weight, torch.autograd.grad(loss * one, trained)
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
-        assert parameter.grad is not None  # see _prepare
+        assert parameter.grad is not None  # see run_update
         parameter.grad.copy_(gradient)
     with torch.no_grad():
         for optimizer in optimizers if steps else ():

@@ -23,16 +23,15 @@ from chainring.reporting.reporter import current, current_observation, report, r
 from chainring.reporting.summary import is_scalar, select_scalars, weighted_means
 from chainring.training.updaters._arguments import check_call
 from chainring.training.updaters._means import only_gradients_of, stash
-from chainring.training.updaters._wrapped import list_buffers
+from chainring.training.updaters._ranks import list_buffers
 from chainring.training.updaters.callbacks import UpdateContext, list_parameters, run
 
 if TYPE_CHECKING:
     from chainring.training.updaters._closures import ClosureStep
     from chainring.training.updaters._compiled import Compiled
     from chainring.training.updaters._means import WeightedMean
+    from chainring.training.updaters._ranks import ExchangeWatch, ModelRanksWatch, WrappedModules
     from chainring.training.updaters._virtual import Part, VirtualRanks
-    from chainring.training.updaters._watches import ExchangeWatch, ModelRanksWatch
-    from chainring.training.updaters._wrapped import WrappedModules
     from chainring.training.updaters.standard import StandardUpdater
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,43 +40,27 @@ NO_AUTOCAST: AbstractContextManager[Any] = nullcontext()
 
 @dataclass(slots=True)
 class Scheme:
-    """The objects of an updater, and how it computes its updates, which follows from its settings.
-
-    Attributes:
-        epochs: the main iterator, by which epochs are counted.
-        has_own_core: True if ``update_core`` is overridden: it may take several batches, and step several times.
-        wrapped: the modules that exchange gradients by themselves.
-        mean: makes the means over micro-batches, ranks or virtual ranks; ``None`` where an update is one micro-batch of
-            one process, whose gradients are final as the backward leaves them.
-        exchange_watch: detects an ``update_core`` that changes parameters without an exchange; ``None`` where none can.
-        model_watch: compares ranks that compute a model together; ``None`` where there are none.
-        steps_by_closure: True if the default update hands closures to the optimizers.
-        spans_batches: True if an update may take several batches.
-        stashes: True if gradients wait apart for the last micro-batch: an own ``update_core`` may add those of another loss.
-        ends_with_epoch: True if an update that the end of an epoch cuts short is made of the micro-batches that there are.
-        update: the one that is under way; of virtual ranks that of the part which is being computed.
-        idle: stands for it between two updates, so that the graph of a loss is let go of with its update.
-    """
+    """The objects of an updater, and how it computes its updates, which follows from its settings."""
 
     updater: StandardUpdater
     iterators: dict[str, Any]
-    epochs: Any
+    epochs: Any  # the main iterator, by which epochs are counted
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
-    has_own_core: bool
+    has_own_core: bool  # update_core is overridden: it may take several batches, and step several times
     precision: Precision
     wrapped: WrappedModules
-    mean: WeightedMean | None = None
+    mean: WeightedMean | None = None  # where an update is more than one micro-batch of one process
     virtual: VirtualRanks | None = None
     compiled: Compiled | None = None
-    exchange_watch: ExchangeWatch | None = None
-    model_watch: ModelRanksWatch | None = None
-    steps_by_closure: bool = False
-    spans_batches: bool = field(init=False)
-    stashes: bool = field(init=False)
-    ends_with_epoch: bool = field(init=False)
-    update: Update = field(init=False)
-    idle: Update = field(init=False)
+    exchange_watch: ExchangeWatch | None = None  # where an update_core could change parameters without an exchange
+    model_watch: ModelRanksWatch | None = None  # where ranks compute a model together
+    steps_by_closure: bool = False  # the default update hands closures to the optimizers
+    spans_batches: bool = field(init=False)  # an update may take several batches
+    stashes: bool = field(init=False)  # gradients wait apart for the last micro-batch: an update_core may add others
+    ends_with_epoch: bool = field(init=False)  # an update that the end of an epoch cuts short is made of what there is
+    update: Update = field(init=False)  # that is under way; of virtual ranks that of the part which is being computed
+    idle: Update = field(init=False)  # stands for it between updates, so that a loss is let go of with its graph
 
     def __post_init__(self) -> None:
         accumulates = self.updater.accumulate > 1
@@ -88,42 +71,24 @@ class Scheme:
 
 @dataclass(slots=True)
 class Update:
-    """One update while it runs, or the part of one that a virtual rank computes; made anew each time.
-
-    Attributes:
-        context: of the current micro-batch.
-        epoch: of the main iterator before the update.
-        examples: the number of examples of the micro-batch.
-        is_last: True if optimizers step in this micro-batch.
-        weights: the weights of the micro-batches by number, those of the first backward of each.
-        weight: of the last backward; ``None`` before the first of a micro-batch.
-        has_loss_weight: True if a loss came with a weight.
-        totals: for each optimizer that has called for a step, the sum of the weights of its micro-batches.
-        deferred: the names of optimizers that step in the last micro-batch.
-        stashed: their gradients, where these wait apart.
-        stepped: optimizers whose gradients are those of a step, which the next backward clears.
-        closures: the steps of optimizers that were given closures, by name.
-        sent: the sum whose sending has begun in the backward.
-        total_weight: of all micro-batches and ranks, in the last step.
-        part: that of the virtual rank, or ``None``.
-    """
+    """One update while it runs, or the part of one that a virtual rank computes; made anew each time."""
 
     scheme: Scheme
-    context: UpdateContext
-    epoch: Any = 0
-    examples: Any = 1
-    is_last: bool = True
-    weights: dict[int, Any] = field(default_factory=dict)
-    weight: Any = None
-    has_loss_weight: bool = False
-    totals: dict[str, Any] = field(default_factory=dict)
-    deferred: list[str] = field(default_factory=list)
-    stashed: dict[Tensor, Tensor] = field(default_factory=dict)
-    stepped: list[Optimizer] = field(default_factory=list)
+    context: UpdateContext  # of the current micro-batch
+    epoch: Any = 0  # of the main iterator before the update
+    examples: Any = 1  # of the current micro-batch
+    is_last: bool = True  # optimizers step in this micro-batch
+    weights: dict[int, Any] = field(default_factory=dict)  # of the first backward of each micro-batch, by its number
+    weight: Any = None  # of the last backward; None before the first of a micro-batch
+    has_loss_weight: bool = False  # a loss came with a weight
+    totals: dict[str, Any] = field(default_factory=dict)  # for each optimizer that waits, the sum of the weights
+    deferred: list[str] = field(default_factory=list)  # optimizers that step in the last micro-batch
+    stashed: dict[Tensor, Tensor] = field(default_factory=dict)  # their gradients, where these wait apart
+    stepped: list[Optimizer] = field(default_factory=list)  # whose gradients the next backward clears
     closures: dict[str, ClosureStep] = field(default_factory=dict)
-    sent: Any = None
-    total_weight: Any = None
-    part: Part | None = None
+    sent: Any = None  # the sum whose sending has begun in the backward
+    total_weight: Any = None  # of all micro-batches and ranks, in the last step
+    part: Part | None = None  # of a virtual rank
 
     def run(self) -> Any:
         """Accumulate micro-batches, and return the weight of the update; if the data end after some, it is made of those."""
@@ -189,16 +154,6 @@ class Update:
             self.step(names, is_due=True)
         for name in list(self.closures):
             self.closures.pop(name).run()
-
-    def note_weight(self, weight: Any) -> Any:
-        """Note the weight of this micro-batch, by default its number of examples, and return it."""
-        if type(self.examples) is not int:
-            weight = require_count(self.examples) if weight is None else weight
-        elif weight is None or self.examples == 0:  # a repeated example never counts
-            weight = self.examples
-        self.weights.setdefault(self.context.micro_step, weight)
-        self.weight = weight
-        return weight
 
     # --- steps ---
 

@@ -45,39 +45,22 @@ _MEET = (
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What one virtual rank computes of an update.
-
-    Attributes:
-        joint: the update of all virtual ranks of this rank.
-        number: of the virtual rank; the number of all of them for a part whose results are thrown away.
-        index: in the block of its rank.
-        counts: False if its results are thrown away.
-        update: its micro-batches.
-        has_rows: True if its last batch has rows that count.
-        observation: what it has reported.
-        weight: of that in a mean.
-        rows: the examples of its batches; 1 in an update that takes none.
-        epoch: of the main iterator after the last batch that it has taken.
-        taken: the number of batches that it has taken of each iterator.
-        steps: the names of the optimizers at each of its steps, with the weights of their gradients in a mean.
-        leaf: the gradients of a step, of the last part of several ranks, which sends them by itself.
-        gradients, buffers, generators, reports_into: its own, while another part is computed.
-    """
+    """What one virtual rank computes of an update."""
 
     joint: VirtualUpdate
-    number: int
-    index: int
-    counts: bool
+    number: int  # of the virtual rank; the number of all of them for a part whose results are thrown away
+    index: int  # in the block of its rank
+    counts: bool  # its results are not thrown away
     update: Update
-    has_rows: bool
+    has_rows: bool  # its last batch has rows that count
     observation: dict[str, Any] = field(default_factory=dict)
-    weight: Any = 0
-    rows: int = 1
-    epoch: Any = 0
-    taken: dict[str, int] = field(default_factory=dict)
-    steps: list[tuple[list[str], list[Any]]] = field(default_factory=list)
-    leaf: list[Tensor | None] | None = None
-    gradients: list[Tensor | None] = field(default_factory=list)
+    weight: Any = 0  # of what it has reported, in a mean
+    rows: int = 1  # the examples of its batches; 1 in an update that takes none
+    epoch: Any = 0  # of the main iterator after the last batch that it has taken
+    taken: dict[str, int] = field(default_factory=dict)  # the number of batches of each iterator
+    steps: list[tuple[list[str], list[Any]]] = field(default_factory=list)  # optimizers, and weights of their gradients
+    leaf: list[Tensor | None] | None = None  # gradients of the last part of several ranks, which sends them by itself
+    gradients: list[Tensor | None] = field(default_factory=list)  # its own while another is computed, as what follows
     buffers: dict[int, Tensor] = field(default_factory=dict)
     generators: Any = None
     reports_into: dict[str, Any] = field(default_factory=dict)
@@ -87,22 +70,13 @@ class VirtualRanks:
     """Computes updates for one virtual rank after the other, and joins them where an optimizer steps.
 
     Each virtual rank has its rows of the batch, its own random numbers, gradients and running statistics.
-
-    Attributes:
-        count: the number of virtual ranks, of all ranks together.
-        block: those that this rank computes.
-        seed: from which their random numbers are derived.
-        goes_on: True if an ``update_core`` may continue after a step.
-        overlaps: True if gradients are sent while the last backward runs.
-        agreements: what finds the means of all ranks at each step of an update, and at its end.
     """
 
     def __init__(self, scheme: Scheme, count: int, goes_on: bool) -> None:
         self.scheme, self.comm = scheme, scheme.updater.comm
-        self.count = count
-        self.block = block_of(self.comm.rank, self.comm.size, count)
+        self.count, self.block = count, block_of(self.comm.rank, self.comm.size, count)  # of all ranks, and of this one
         self.seed: int | None = None
-        self.goes_on = goes_on
+        self.goes_on = goes_on  # an update_core may continue after a step
 
     def start(self) -> None:
         """Prepare for a run: all ranks take the seed of rank 0, if none was loaded."""
@@ -114,7 +88,7 @@ class VirtualRanks:
         device = next((parameter.device for parameter in self.parameters), torch.device("cpu"))
         self.statistics = RunningStatistics(models, self.count)
         self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, self.block, self.count, device))
-        self.overlaps = not self.sharded
+        self.overlaps = not self.sharded  # gradients are sent while the last backward runs
 
     def run(self, update: Update) -> Any:
         """Compute an update; return its weight, on one rank only: all have what all have reported."""

@@ -199,32 +199,22 @@ def whole_like(parameter: Any) -> Tensor:
 
 
 class Findings(NamedTuple):
-    """What a rank has found out in an update, or all ranks together.
+    """What a rank has found out in an update, or all ranks together."""
 
-    Attributes:
-        keys: of the numbers that were reported, in the order of the virtual ranks.
-        changed: the numbers of the buffers that have changed.
-        absent: the positions of parameters that no virtual rank has a gradient of.
-        is_stale: True if gradients were sent that have changed since.
-    """
-
-    keys: tuple[str, ...] = ()
-    changed: tuple[int, ...] = ()
-    absent: tuple[int, ...] = ()
-    is_stale: bool = False
+    keys: tuple[str, ...] = ()  # of the numbers that were reported, in the order of the virtual ranks
+    changed: tuple[int, ...] = ()  # the numbers of the buffers that have changed
+    absent: tuple[int, ...] = ()  # the positions of parameters that no virtual rank has a gradient of
+    is_stale: bool = False  # gradients were sent that have changed since
 
 
 class Means(NamedTuple):
-    """Weighted means over all virtual ranks, the sums of their weights and rows, and those of the weights of their steps.
-
-    ``is_new`` is not 0 if a rank has said so.
-    """
+    """Weighted means over all virtual ranks, the sums of their weights and rows, and those of the weights of their steps."""
 
     values: dict[str, Any]
     weight: Tensor
     rows: Tensor
     step_weights: list[Tensor]
-    is_new: Tensor
+    is_new: Tensor  # not 0 if a rank has found something new
 
 
 class Agreement:
@@ -241,13 +231,7 @@ class Agreement:
         self._own = self._agreed = Findings()
 
     def start(self, own: Findings, parts: Sequence[Part], at_step: bool = False) -> Callable[[], tuple[Findings, Means]]:
-        """Start to agree, and to find means; the function that it returns waits for the other ranks.
-
-        Args:
-            own: what this rank has found.
-            parts: those of its virtual ranks.
-            at_step: True to sum the weights of their last steps too.
-        """
+        """Start to agree on what this rank has found, and to find means; what it returns waits for the other ranks."""
         if self._comm.size == 1:
             return lambda: (own, self._start_means(parts, at_step, own.keys)())
         is_new, self._own = own != self._own, own

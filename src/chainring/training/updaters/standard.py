@@ -31,13 +31,20 @@ from chainring.training.updaters._arguments import (
     check_default_update,
     check_loss,
     check_models,
-    check_not_sharded,
     check_optimizers,
     check_settings,
     needs_closure,
 )
 from chainring.training.updaters._closures import ClosureStep
 from chainring.training.updaters._means import WeightedMean
+from chainring.training.updaters._ranks import (
+    ExchangeWatch,
+    ModelRanksWatch,
+    WrappedModules,
+    broadcast_parameters,
+    check_sharding,
+    warn_of_untied,
+)
 from chainring.training.updaters._update import (
     NO_AUTOCAST,
     Precision,
@@ -47,7 +54,6 @@ from chainring.training.updaters._update import (
     compute_loss,
     run_backward,
 )
-from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, check_sharding, warn_of_untied
 from chainring.training.updaters.base import Updater
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, list_parameters, run
 
@@ -199,7 +205,6 @@ class StandardUpdater(Updater):
     def _choose_means(self, communicates: bool) -> None:
         """Choose what the settings ask for beside the update of one micro-batch in one process."""
         scheme, comm = self._scheme, self.comm
-        check_not_sharded(scheme.optimizers)
         has_closures = any(map(needs_closure, scheme.optimizers.values()))
         if has_closures and scheme.precision.scaler and not scheme.has_own_core:
             raise ValueError(NO_FP16)
@@ -217,8 +222,6 @@ class StandardUpdater(Updater):
             sends = sends and not (has_own_stage or has_closures or exchanged)
             scheme.mean = WeightedMean(scheme, comm if communicates else None, exchanged, sends)
         if comm.world.size > 1 or self.virtual_ranks is not None:
-            from chainring.training.updaters._watches import ExchangeWatch, ModelRanksWatch
-
             if self._overrides("update_core", "step"):
                 scheme.exchange_watch = ExchangeWatch(scheme.optimizers)
             if comm.world.size > comm.size:
@@ -390,7 +393,12 @@ class StandardUpdater(Updater):
         if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
             check_loss(loss)  # says what is wrong
             loss = to_full(loss)
-        weight = update.note_weight(weight)
+        if type(update.examples) is not int:
+            weight = require_count(update.examples) if weight is None else weight
+        elif weight is None or update.examples == 0:  # a repeated example never counts
+            weight = update.examples
+        update.weight = weight
+        update.weights.setdefault(update.context.micro_step, weight)
         for optimizer in update.stepped:
             clear_gradients(optimizer)
         update.stepped = []
