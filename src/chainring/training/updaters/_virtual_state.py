@@ -25,7 +25,7 @@ from chainring._distributed.virtual_ranks import TreeSum
 from chainring._messages import warn
 from chainring._naming import unwrap
 from chainring.reporting.summary import is_scalar
-from chainring.serializers._objects import own_states
+from chainring.serializers.protocol import own_states
 from chainring.training.updaters._arguments import NO_VIRTUAL_RANKS, needs_closure
 
 if TYPE_CHECKING:
