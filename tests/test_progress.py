@@ -10,7 +10,7 @@ import pytest
 
 from chainring import iterators, training
 from chainring._progress import check_epoch_period, to_fraction
-from chainring.training.triggers.interval import count_epochs
+from chainring.training.triggers.base import count_progress
 
 
 class Reading(training.Updater):
@@ -117,7 +117,7 @@ def test_epochs_come_from_the_iterators_integers():
     seen = []
     for _ in range(50):
         updater.update()
-        seen.append(count_epochs(updater))
+        seen.append(count_progress(updater, "epoch"))
     assert seen == [Fraction(3 * k, 7) for k in range(1, 51)]
 
 
@@ -126,7 +126,7 @@ def test_an_updater_that_counts_its_own_epochs_is_taken_at_its_word():
     updater = Reading()
     updater.update()
     updater.epoch_detail = 0.3
-    assert count_epochs(updater) == Fraction(3, 10)
+    assert count_progress(updater, "epoch") == Fraction(3, 10)
 
 
 def test_epochs_counted_in_floats_are_exact_tenths():
@@ -135,7 +135,7 @@ def test_epochs_counted_in_floats_are_exact_tenths():
     seen = []
     for _ in range(1000):
         updater.update()
-        seen.append(count_epochs(updater))
+        seen.append(count_progress(updater, "epoch"))
     assert seen == [Fraction(k, 10) for k in range(1, 1001)]
 
 

@@ -10,15 +10,14 @@ import math
 from fractions import Fraction
 from numbers import Rational
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from chainring.training.updaters.base import Updater
-
+Trainer: TypeAlias = Any
+"""A `chainring.training.Trainer`, for the annotations of what a trainer is made of, which cannot import it."""
 UNITS = ("iteration", "epoch")
 
 
-def check_epoch_period(updater: Updater, period: Fraction) -> None:
+def check_epoch_period(updater: Any, period: Fraction) -> None:
     """Refuse a period in epochs if the updater cannot tell its progress through an epoch.
 
     Raises:
@@ -44,7 +43,7 @@ def check_epoch_period(updater: Updater, period: Fraction) -> None:
         )
 
 
-def find_main_iterator(updater: Updater) -> Any:
+def find_main_iterator(updater: Any) -> Any:
     """Return the iterator by which epochs are counted, or ``None`` if the updater has none."""
     try:
         return updater.get_iterator("main")
@@ -52,7 +51,7 @@ def find_main_iterator(updater: Updater) -> Any:
         return None
 
 
-def raise_unless_end(updater: Updater, error: StopIteration) -> None:
+def raise_unless_end(updater: Any, error: StopIteration) -> None:
     """Raise an error if a ``StopIteration`` that has left an update does not say that the data have ended.
 
     It does if an iterator of the updater has raised it, or, where an updater has none that is a class of Python's, if one

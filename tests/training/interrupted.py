@@ -9,7 +9,7 @@ import chainring
 from chainring import iterators, serializers, training
 from chainring.converters import concat_examples
 from chainring.training import extensions
-from chainring.training._observer import Observer
+from chainring.training._entry import Observer
 from resume_program import Net, Noisy
 
 LENGTH = 7

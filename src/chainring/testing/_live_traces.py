@@ -16,7 +16,7 @@ from chainring._naming import parameter_names, unwrap
 from chainring._runs.comparison import Difference, differences, first_difference
 from chainring.reporting.summary import is_scalar
 from chainring.training._digests import StateDigests
-from chainring.training._observer import Observer
+from chainring.training._entry import Observer
 from chainring.training._unsaved import checksum, describe, describe_leaves, is_time, leaves
 
 if TYPE_CHECKING:

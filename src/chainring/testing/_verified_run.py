@@ -22,9 +22,8 @@ import torch
 from chainring import _random, serializers
 from chainring.testing._live_traces import fingerprint
 from chainring.testing._processes import MARK, ProcessTask, call_make_trainer, run_script
-from chainring.training._observer import Observer
+from chainring.training._entry import Entry, Observer
 from chainring.training._unsaved import attributes_of, checksum, describe_leaves
-from chainring.training.extension import Entry
 from chainring.training.extensions import Evaluator, LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger

@@ -38,9 +38,8 @@ from chainring.reporting.summary import is_scalar
 from chainring.serializers._loading import load
 from chainring.serializers._store import CorruptError, open_store
 from chainring.testing._processes import call_make_trainer
-from chainring.training._observer import Observer
+from chainring.training._entry import Entry, Observer
 from chainring.training._run_directory import read_record
-from chainring.training.extension import Entry
 from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import ReachedTrigger, TimeTrigger

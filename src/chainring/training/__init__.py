@@ -2,15 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from chainring.training._signals import Interrupted
-from chainring.training.extension import (
-    PRIORITY_EDITOR,
-    PRIORITY_READER,
-    PRIORITY_WRITER,
-    Extension,
-    RollBack,
-    make_extension,
-)
+from chainring.training._entry import RollBack
+from chainring.training._run import Interrupted
+from chainring.training.extension import PRIORITY_EDITOR, PRIORITY_READER, PRIORITY_WRITER, Extension, make_extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_trigger
 from chainring.training.updaters import (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,7 @@ from chainring._naming import unwrap
 from chainring._random import digest, stable_hash
 from chainring.serializers._models import OptimizerState
 from chainring.serializers.protocol import StateCollector
-
-if TYPE_CHECKING:
-    from chainring.training.updaters.base import Updater
+from chainring.training.updaters.base import Updater
 
 _ROW = 4096  # elements that share a number of their row
 _CHUNK = 1 << 20  # elements that are multiplied at once: they take 8 bytes each

@@ -16,21 +16,20 @@ from torch.nn.parameter import is_lazy
 
 from chainring import _random
 from chainring._messages import warn
-from chainring._progress import find_main_iterator
+from chainring._progress import Trainer, find_main_iterator
 from chainring.serializers.protocol import (
     AbstractSerializer,
     DictionaryDeserializer,
     DictionarySerializer,
     visit_if_stateful,
 )
+from chainring.training._entry import Entry
 from chainring.training._run import prepare
 from chainring.training.triggers.base import describe, keys_of, never
+from chainring.training.updaters.base import Updater
 
 if TYPE_CHECKING:
     from chainring.training._unsaved import Attributes
-    from chainring.training.extension import Entry
-    from chainring.training.trainer import Trainer
-    from chainring.training.updaters.base import Updater
 
 _MAX_SHOWN = 12
 

@@ -1,36 +1,54 @@
-"""A run of a trainer: what it continues, how it starts, and how it ends come what may."""
+"""A run of a trainer: what it continues, how it starts, the signals that end it, and how it ends come what may."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from chainring import _random
-from chainring._distributed.progress import reporting_position
+from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_tensor_parallel
 from chainring._hints import find_hint
-from chainring._messages import info
+from chainring._messages import info, warn
 from chainring._naming import named_submodules
+from chainring._progress import Trainer
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
 from chainring.serializers._store import Snapshots
-from chainring.serializers.protocol import telling_changes
-from chainring.training._agreement import check_agreement, check_generators, check_out
-from chainring.training._loaded_state import LoadedState
-from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
-from chainring.training.extension import RollBack
+from chainring.serializers.protocol import (
+    AbstractSerializer,
+    ChangedSetting,
+    Deserializer,
+    announce_change,
+    conclude_reading,
+    recording_changes,
+    telling_changes,
+    visit_if_stateful,
+    visit_setting,
+)
+from chainring.training._entry import Entry, Identity, RollBack
+from chainring.training._run_directory import RECORD, RunDirectory, list_names, read_record, write_record
+from chainring.training._settings import check_agreement, check_generators, check_out
+from chainring.training.triggers.base import IntervalTrigger, describe_setting
 
 if TYPE_CHECKING:
     from chainring._places.remote import RemotePlace
-    from chainring.training.extension import Entry
-    from chainring.training.trainer import Trainer
 
 logger = logging.getLogger("chainring")
+_State = tuple[int, Callable[[], None]]
+"""The iteration of a saved state, and what loads it."""
 
 
 class Run:
@@ -49,12 +67,6 @@ class Run:
         self._started_triggers: list[Any] = []
         self._rollback: str | None = None  # the reason, if the run has gone back to a snapshot
 
-    def reporting_position(self, trainer: Trainer) -> AbstractContextManager[None]:
-        """Return a context in which this rank can say where it is, for one that waits for it."""
-        if trainer.comm.world.size == 1:
-            return nullcontext()
-        return reporting_position(lambda: (trainer.updater.iteration, trainer.extension_name))
-
     def open(self, trainer: Trainer) -> None:
         """Take ``out`` for this process, compare the ranks, load the newest state, and start from it."""
         self.has_begun = True
@@ -68,7 +80,6 @@ class Run:
                 self._remote = RemotePlace(trainer.url)
                 self._remote.claim(trainer.out)
                 self.store = Snapshots(self._remote)
-            create_out(trainer.out)
             self.store = trainer.store
             self._directory = RunDirectory(trainer.out, self.store)
         if several:
@@ -76,7 +87,10 @@ class Run:
             check_out(trainer.store, trainer.comm)
         if trainer.comm.world.size > trainer.comm.size and not trainer.is_resumed:
             check_generators(trainer.comm)
-        self._start(trainer, lambda: _load_newest(trainer, self.loaded_state))
+        entries, state = [entry for entry in trainer.entries if entry.optional("autoload")], None
+        if not trainer.is_replaying and (not trainer.is_resumed or self.loaded_state.gives_way):
+            state = _newest_state(trainer, entries)
+        self._start(trainer, entries, state)
 
     def roll_back(self, trainer: Trainer, reason: RollBack) -> None:
         """Start the run again from its newest snapshot; raise ``reason`` if there is none."""
@@ -86,7 +100,7 @@ class Run:
         for entry in trainer.entries:
             entry.optional("finalize")()
         self._rollback = str(reason)
-        self._start(trainer, lambda: _load_sound(trainer, trainer.entries, state))
+        self._start(trainer, trainer.entries, state)
 
     def explain(self, trainer: Trainer, error: BaseException) -> BaseException:
         """Return the error that ends the run, with notes that say where it was raised and what helps."""
@@ -96,7 +110,8 @@ class Run:
         reason.add_note(f"raised {_position(trainer)}")
         if (hint := find_hint(reason)) is not None:
             reason.add_note(hint)
-        return trainer.comm.failed(reason)
+        failure: BaseException = trainer.comm.failed(reason)
+        return failure
 
     def close(self, trainer: Trainer, failure: BaseException | None) -> BaseException | None:
         """Call every ``on_error`` and every ``finalize``, and give ``out`` back, come what may.
@@ -121,9 +136,9 @@ class Run:
         self.ended_at = time.monotonic()
         if self._directory is not None:
             self._directory.release()
-        if failure is None and trainer.interruption.signum is not None and not trainer.interruption.is_nested:
-            return trainer.interruption.error()
-        return failure
+        interruption: Interruption = trainer.interruption
+        ends_run = failure is None and interruption.signum is not None and not interruption.is_nested
+        return interruption.error() if ends_run else failure
 
     def initialize_trigger(self, trigger: Any, trainer: Trainer) -> None:
         """Initialize a trigger once a run, however many extensions and other triggers share it."""
@@ -131,11 +146,20 @@ class Run:
             self._started_triggers.append(trigger)
             trigger.initialize(trainer)
 
-    def _start(self, trainer: Trainer, load: Callable[[], None]) -> None:
-        """Load a state if there is one, and start from it."""
+    def _start(self, trainer: Trainer, entries: list[Entry], state: _State | None) -> None:
+        """Load a state of these extensions if there is one, and start from it."""
         self.started_at = None  # state may be loaded until it is set
         with telling_changes(self.loaded_state.untold):
-            load()
+            tried: list[int] = []
+            while state is not None:
+                try:
+                    state[1]()
+                    break
+                except CorruptError:  # which its extension remembers: then the newest of the others
+                    tried.append(state[0])
+                    state = _newest_state(trainer, entries)
+                    if state is None or tried.count(state[0]) > len(entries):
+                        raise
             self.loaded_state.conclude(trainer)
             trainer.comm.barrier()  # rank 0 may move later snapshots, and cuts the log back, when all have loaded
             self.started_at = time.monotonic()
@@ -170,19 +194,24 @@ class Run:
             for name in entry.optional("writes") if entry.is_snapshot else ():
                 if targets.setdefault(name, entry.optional("target")) is not entry.optional("target"):
                     raise ValueError(f"two snapshots of other targets have the name {name!r}; give filename= to one of them")
-        loaded = self.loaded_state
+        loaded, store, iteration = self.loaded_state, trainer.store, trainer.updater.iteration
         earlier = read_record(directory.path, moves_damaged=loaded.exists)
         names = {name for entry in trainer.entries for name in entry.optional("writes")} | {RECORD}
         known = names.union(earlier.get("files", ()))
+        written = directory.find(known)
         if not loaded.exists:
-            directory.archive_earlier_run(known)
+            if written:
+                archive = directory.move(list(written), "previous")
+                info(f"{store} holds an earlier run: {list_names(list(written))} moved to {archive}")
             write_record(trainer, {}, names, loaded.changes)
             return
-        if loaded.directory is not None and loaded.place not in (None, trainer.store.place):
-            directory.archive_other_snapshots(known, loaded.place)
+        if loaded.directory is not None and loaded.place not in (None, store.place):
+            # A restart with `autoload` would else continue the run that was here, if this one is killed before it has saved.
+            if moved := directory.abandon(written, -1):
+                info(f"resumed from {loaded.place}: of the run that was in {store}, {moved}")
             earlier = read_record(loaded.directory) or earlier
-        else:
-            directory.archive_later_snapshots(known, trainer.updater.iteration)
+        elif moved := directory.abandon(written, iteration):
+            info(f"resumed at iteration {iteration}: the later {moved}")
         write_record(trainer, earlier, known, loaded.changes, self._rollback)
 
 
@@ -198,31 +227,7 @@ def prepare(trainer: Trainer) -> None:
         updater.start()
 
 
-def _load_newest(trainer: Trainer, loaded: LoadedState) -> None:
-    """Load the newest state that an extension with ``autoload`` has saved, unless the script or a replay has loaded one."""
-    if trainer.is_replaying:
-        return
-    entries = [entry for entry in trainer.entries if entry.optional("autoload")]
-    if (not trainer.is_resumed or loaded.gives_way) and (state := _newest_state(trainer, entries)) is not None:
-        _load_sound(trainer, entries, state)
-
-
-def _load_sound(trainer: Trainer, entries: list[Entry], state: tuple[int, Callable[[], None]]) -> None:
-    """Load a state; where it proves to be damaged, which its extension remembers, the newest of the others."""
-    tried: list[int] = []
-    while True:
-        iteration, load = state
-        try:
-            return load()
-        except CorruptError:
-            tried.append(iteration)
-            following = _newest_state(trainer, entries)
-            if following is None or tried.count(following[0]) > len(entries):
-                raise
-            state = following
-
-
-def _newest_state(trainer: Trainer, entries: list[Entry]) -> tuple[int, Callable[[], None]] | None:
+def _newest_state(trainer: Trainer, entries: list[Entry]) -> _State | None:
     states, name = [], trainer.extension_name
     for entry in entries:
         trainer.extension_name = entry.name
@@ -270,3 +275,265 @@ def _try_call(name: str, failure: BaseException | None, call: Callable[..., None
         elif error is not failure:
             failure.add_note(f"afterwards {name} raised {type(error).__name__}: {error}")
     return failure
+
+
+class Interrupted(SystemExit):
+    """Raised after a signal has ended the run: the iteration is complete, snapshots are saved and everything is finalized.
+
+    If it is not caught, the process exits with the code of one killed by the signal: 143 for SIGTERM, 130 for SIGINT.
+
+    Example::
+
+        with contextlib.suppress(Interrupted):
+            trainer.run()
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+
+    def __str__(self) -> str:
+        return f"the run was ended by {signal.Signals(int(str(self.code)) - 128).name}"
+
+
+class Interruption:
+    """While it is entered, SIGTERM and the first SIGINT only set `signum`; the second SIGINT raises KeyboardInterrupt.
+
+    A handler that was there is called too, and is restored at the end. An ignored signal stays ignored. In a thread, where
+    Python sets no handlers, nothing is changed. Several ranks end after the same iteration: at the beginning of each they
+    start to compare what they have received, and at the beginning of the next they read the result, so none waits.
+
+    A run inside an extension or an update of another run is a part of that run's iteration, and this iteration ends. So the
+    inner run continues to its end, and the signal ends the outer one.
+    """
+
+    _entered: ClassVar[list[Interruption]] = []
+
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self.signum: int | None = None  # the first signal; of several ranks, the largest that any received
+        self.ends_run = False  # True when the run ends because of it: at once in one process, or when the ranks agree
+        self._comm = comm or Communicator()
+        self.is_shared = self._comm.world.size > 1  # several ranks have to agree
+        self.is_nested = False  # True for a run inside an iteration of another one
+        self.is_acknowledged = False  # True once a nested run has saved its state
+        self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
+        self._sigint_count = 0
+        self._handlers: dict[int, Any] = {}  # those that were there
+        self._pid = os.getpid()
+
+    @property
+    def name(self) -> str:
+        """The name of the signal, such as ``SIGTERM``."""
+        return signal.Signals(self.signum or 0).name
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self.is_nested = any(outer._pid == self._pid for outer in self._entered)
+            self._entered.append(self)
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                handler = signal.getsignal(signum)
+                if handler not in (None, signal.SIG_IGN):  # None: not set by Python, which could not restore it
+                    self._handlers[signum] = handler
+                    signal.signal(signum, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers = {}
+        if self in self._entered:
+            self._entered.remove(self)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked worker has inherited this handler, and its trainer decides
+        self._sigint_count += signum == signal.SIGINT
+        self.signum = self.signum or signum
+        self.ends_run = self.ends_run or not self.is_shared
+        handler = self._handlers.get(signum)
+        if callable(handler) and handler is not signal.default_int_handler:
+            handler(signum, frame)
+        if self._sigint_count > 1 and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def compare(self) -> None:
+        """Begin to compare what the ranks have received, and read the result of the comparison before."""
+        read, self._read_maximum = self._read_maximum, self._comm.start_max(self.signum or 0)
+        if agreed := read():
+            self.signum, self.ends_run = agreed, True
+
+    def settle(self) -> None:
+        """Drop, at the end of the loop, a signal that came too late for several ranks to agree upon."""
+        if self.is_shared:
+            self.signum = self._read_maximum() or None
+
+    def error(self) -> BaseException:
+        """Return what ends the run; in a notebook, whose kernel must continue, SIGINT stays a KeyboardInterrupt."""
+        assert self.signum is not None
+        shell = sys.modules.get("IPython")
+        if self.signum == signal.SIGINT and shell is not None and hasattr(shell.get_ipython(), "kernel"):
+            return KeyboardInterrupt(f"{self.name}: the run has ended at the end of an iteration")
+        return Interrupted(self.signum)
+
+
+class LoadedState:
+    """The saved run that was loaded into a trainer, as far as it waits: for extensions not registered yet, for the start."""
+
+    def __init__(self) -> None:
+        self.exists = False  # True once anything was loaded, so that the run continues an earlier one
+        self.gives_way = False  # True if it came from another library: snapshots of the run itself are newer
+        self.generators: Any = None  # the state of the random generators, put back immediately before the first update
+        self.directory: Path | None = None  # with the files beside the snapshot that was loaded, unless it came from memory
+        self.place: str | None = None  # of the run that has saved it
+        self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
+        self.untold: list[ChangedSetting] = []  # changes that are not printed yet
+        self._source: Deserializer | None = None
+        self._saved: list[Identity] = []  # the extensions of the saved run
+        self._names: dict[str, str] = {}  # by the name of an extension here, that of the one in the saved run it continues
+
+    def begin(self, source: Deserializer, saved: list[Identity], generators: Any, trainer: Trainer) -> None:
+        """Take over a saved run, which had these extensions, and restore those that are registered."""
+        self.exists = True
+        self.gives_way = source.gives_way
+        self.generators = generators
+        self.directory, self.place = source.directory, source.place
+        self._source, self._saved, self._names = source, saved, {}
+        self.restore(trainer)
+
+    def restore(self, trainer: Trainer, *, is_complete: bool = True) -> None:
+        """Load the state of extensions and triggers where it is certain whose it is, each unless its class has changed.
+
+        With ``is_complete=False`` more of them may be registered, and only what is the same in everything is certain.
+        """
+        source = self._source
+        if source is None:
+            return
+        names, here = dict(self._names), [entry.identify(trainer) for entry in trainer.entries]
+        for ours, theirs in _pairs(here, self._saved, names, self._has_state if is_complete else None):
+            if ours.name not in names and theirs.name not in names.values():
+                names[ours.name] = theirs.name
+        saved_classes = {identity.name: identity.trigger_class for identity in self._saved}
+        for entry in trainer.entries:
+            if entry.name in names and entry.name not in self._names:
+                name, trigger = names[entry.name], entry.trigger
+                with recording_changes(self.changes):
+                    visit_if_stateful(source["extensions"], name, entry.extension)
+                    if saved_classes[name] == type(trigger).__name__:
+                        visit_if_stateful(source["extension_triggers"], name, trigger)
+                    settings = source["extension_trigger_settings"]
+                    visit_setting(settings, name, describe_setting(trigger), f"trigger of extension {entry.name!r}")
+        self._names = names
+
+    def _has_state(self, saved: Identity) -> bool:
+        """Return whether the state of an extension of the saved run matters; an interval trigger does without its own."""
+        keys = ["extensions"] if saved.trigger_class == IntervalTrigger.__name__ else ["extensions", "extension_triggers"]
+        assert self._source is not None
+        return any(next(self._source[key][saved.name].paths(), None) is not None for key in keys)
+
+    def conclude(self, trainer: Trainer) -> None:
+        """Restore all that can be, and warn of the extensions that differ; called when a run starts."""
+        if self._source is None:
+            return
+        self.restore(trainer)
+        there = [identity for identity in self._saved if identity.name not in self._names.values()]
+        here = [entry.identify(trainer) for entry in trainer.entries if entry.name not in self._names]
+        doubtful = {identity.kind for identity in here} & {identity.kind for identity in there if self._has_state(identity)}
+        if doubtful:
+            unmatched = [
+                ", ".join(
+                    f"{row.name!r} ({', '.join([*row.texts[0], row.trigger])})" for row in side if row.kind in doubtful
+                )
+                for side in (here, there)
+            ]
+            warn(
+                "extensions start without their saved state, because they cannot be matched with certainty: here "
+                f"{unmatched[0]}, in the saved run {unmatched[1]}. Register them as in the saved run to restore all; from "
+                "now on, a different extend(..., name=) for each avoids this",
+            )
+        only_there = [identity.name for identity in there if identity.kind not in doubtful]
+        only_here = [identity.name for identity in here if identity.kind not in doubtful]
+        if (only_there or only_here) and not self.gives_way:
+            warn(
+                f"this run has different extensions from the saved run: only there {only_there}, only here {only_here}. "
+                "The state of those only there is dropped; those only here start from now",
+            )
+        conclude_reading(self._source)
+        self._source, self._saved, self._names = None, [], {}
+
+
+def visit_identities(serializer: AbstractSerializer, identities: list[Identity]) -> list[Identity]:
+    """Save what each extension is recognized by; when loading, return that of each extension of the saved run."""
+    classes = serializer("extension_types", {row.name: [row.kind[1], row.trigger_class] for row in identities})
+    others = {row.name: [row.kind[0], *map(list, row.texts), row.trigger] for row in identities}
+    others = serializer("extension_identities", others)
+    return [
+        Identity(name, (base_name, extension_class), trigger_class, (tuple(texts), tuple(trigger_texts)), trigger)
+        for name, (extension_class, trigger_class) in classes.items()
+        for base_name, texts, trigger_texts, trigger in [others[name]]
+    ]
+
+
+def visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded: Any) -> Any:
+    """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
+
+    They are put back immediately before the first update, because a script may draw between load and run. Until then, the
+    ``loaded`` ones are saved.
+    """
+    if isinstance(serializer, Deserializer):
+        ranks = {path.partition("/")[0] for path in serializer.paths()}
+        if comm.is_main and len(ranks) != comm.size:
+            consequence = "examples and their order are the same, and the last bits are not"
+            announce_change("number of ranks", len(ranks), comm.size, consequence)
+        saved = {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
+        return saved.get(str(comm.rank))
+    generators = loaded or _random.get_rng_state()
+    if serializer.comm.size == 1:
+        serializer(str(comm.rank), generators)
+    else:
+        for rank, state in enumerate(serializer.comm.gather_object(generators)):
+            serializer(str(rank), state)
+    return generators
+
+
+def _pairs(
+    here: list[Identity], there: list[Identity], names: dict[str, str], has_state: Callable[[Identity], bool] | None
+) -> Iterator[tuple[Identity, Identity]]:
+    """Yield extensions with those of the saved run that they continue, the most certain first; ``names`` grows meanwhile.
+
+    Without ``has_state``, more extensions may be registered.
+    """
+    # An extension is known by what it has to itself, the most certain first: all but its number, what identifies it, the
+    # beginning of that, its name and class.
+    longest = max((len(identity.texts[0]) for identity in there), default=0)
+    keys: list[Callable[[Identity], Any]] = [
+        lambda identity: identity[1:],
+        lambda identity: any(identity.texts) and (identity.kind, identity.texts),
+        *(lambda identity, n=n: identity.texts[0] and (identity.kind, identity.texts[0][:n]) for n in range(longest, 0, -1)),
+        kind := attrgetter("kind"),
+    ]
+    for key in keys if has_state is not None else keys[:1]:
+        groups, saved_groups = _group(here, key), _group(there, key)
+        for value in filter(None, groups):
+            if len(groups[value]) == len(saved_groups.get(value, ())) == 1:
+                yield groups[value][0], saved_groups[value][0]
+    if has_state is None:
+        return
+    # Twins that nothing tells apart are known by their order, if they are as many as before.
+    left = _group((identity for identity in there if identity.name not in names.values()), kind)
+    for twins_kind, twins in _group((identity for identity in here if identity.name not in names), kind).items():
+        saved_twins = left.get(twins_kind, [])
+        texts = {identity.texts for identity in [*twins, *saved_twins]}
+        if len(twins) == len(saved_twins) and len(texts) == len({identity[1:] for identity in saved_twins}) == 1:
+            yield from zip(twins, saved_twins, strict=True)
+    # A name decides where nothing is lost, and where it was a number's before and is given by the script now.
+    with_state = {identity.kind for identity in there if identity.name not in names.values() and has_state(identity)}
+    for ours, theirs in itertools.product(here, there):
+        is_same = ours.kind[1] == theirs.kind[1] and ours.texts == theirs.texts
+        if ours.name == theirs.name and (is_same if ours.kind != theirs.kind else ours.kind not in with_state):
+            yield ours, theirs
+
+
+def _group(identities: Iterable[Identity], key: Callable[[Identity], Any]) -> dict[Any, list[Identity]]:
+    groups: dict[Any, list[Identity]] = {}
+    for identity in sorted(identities, key=lambda identity: (len(identity.name), identity.name)):  # "log_2" before "log_10"
+        groups.setdefault(key(identity), []).append(identity)
+    return groups

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from chainring._files import (
     DirectoryLock,
@@ -23,13 +23,11 @@ from chainring._files import (
     set_aside,
     temporary_path,
 )
-from chainring._messages import info, warn
+from chainring._messages import warn
+from chainring._progress import Trainer
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import announce_change
 from chainring.training._settings import Settings, as_json, to_record
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
 
 RECORD = "run.json"
 _FORMAT = 1
@@ -62,70 +60,44 @@ def resolve_out(out: str) -> tuple[str, str | None]:
     return (path if isinstance(out, Path) else str(path)), None  # a Path that is given stays one
 
 
-def create_out(out: str | os.PathLike[str]) -> None:
-    """Create the directory and check that a file can be written there."""
-    try:
-        os.makedirs(out, exist_ok=True)
-        probe = temporary_path(Path(out))
-        probe.touch(exist_ok=False)
-        probe.unlink()
-    except OSError as error:
-        rule = f"out must be a writable directory ({error.strerror}); choose another out"
-        raise OSError(error.errno, rule, os.fspath(out)) from None
-
-
 class RunDirectory:
     """The directory in which one run writes, and no other run meanwhile: then a `BlockingIOError` is raised.
 
-    Unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
+    It is created. Unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
     """
 
     def __init__(self, out: str | os.PathLike[str], store: Snapshots) -> None:
         self.path, self._store = Path(out), store
-        self._lock = DirectoryLock(out)
-        self.release = self._lock.release
+        try:
+            os.makedirs(out, exist_ok=True)
+            probe = temporary_path(self.path)
+            probe.touch(exist_ok=False)
+            probe.unlink()
+        except OSError as error:
+            rule = f"out must be a writable directory ({error.strerror}); choose another out"
+            raise OSError(error.errno, rule, os.fspath(out)) from None
+        self.release = DirectoryLock(out).release
         try:
             self._store.sweep()
         except BaseException:
             self.release()
             raise
 
-    def archive_earlier_run(self, templates: Iterable[str]) -> None:
-        """Move the files of an earlier run with these names to ``previous/<n>``, for a run that starts again."""
-        names = list(self._find(templates))
-        if names:
-            archive = self._move(names, "previous")
-            info(f"{self._store} holds an earlier run: {_list_names(names)} moved to {archive}")
-
-    def archive_later_snapshots(self, templates: Iterable[str], iteration: int) -> None:
-        """Move snapshots of later iterations to ``abandoned/<n>``, for a run that continues from this one.
+    def abandon(self, written: Mapping[str, float | None], iteration: int) -> str:
+        """Move the snapshots of later iterations to ``abandoned/<n>``; return in words what was moved.
 
         The files beside them, such as the log, are copied there, because the run will cut them back.
         """
-        if moved := self._archive_snapshots(templates, iteration):
-            info(f"resumed at iteration {iteration}: the later {moved}")
-
-    def archive_other_snapshots(self, templates: Iterable[str], source: str) -> None:
-        """Move all snapshots to ``abandoned/<n>``, for a run that continues from one that lies elsewhere.
-
-        A restart with ``autoload`` would else continue the run that was here, if this one is killed before it has saved.
-        """
-        if moved := self._archive_snapshots(templates, -1):
-            info(f"resumed from {source}: of the run that was in {self._store}, {moved}")
-
-    def _archive_snapshots(self, templates: Iterable[str], after: int) -> str:
-        """Move the snapshots after an iteration to ``abandoned/<n>``; return what was moved in words."""
-        iterations = self._find(templates)
-        later = [name for name, saved_at in iterations.items() if saved_at is not None and saved_at > after]
+        later = [name for name, saved_at in written.items() if saved_at is not None and saved_at > iteration]
         if not later:
             return ""
         # Links go first, so that none is left dangling when the process is killed in between.
-        links = [name for name, target in self._store.links().items() if name in iterations and target in later]
+        links = [name for name, target in self._store.links().items() if name in written and target in later]
         later = list(dict.fromkeys([*links, *later]))
-        files = [name for name in iterations if (self.path / name).is_file() and name not in later]
-        return f"{_list_names(later)} moved to {self._move(later, 'abandoned', copies=files)}"
+        files = [name for name in written if (self.path / name).is_file() and name not in later]
+        return f"{list_names(later)} moved to {self.move(later, 'abandoned', copies=files)}"
 
-    def _find(self, templates: Iterable[str]) -> dict[str, float | None]:
+    def find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return what runs have written: iterations by name, infinite for damaged snapshots, ``None`` for other files."""
         patterns = {template: NamePattern(template) for template in templates}
         manifests, links = dict(self._store.listing()), self._store.links()
@@ -144,20 +116,15 @@ class RunDirectory:
         for template, pattern in patterns.items():
             folder = template.partition("{")[0].rpartition("/")[0]
             if folder and not os.path.isabs(template) and ".." not in Path(template).parts:
-                iterations |= {name: match.iteration for name in self._files_below(folder) if (match := pattern.match(name))}
+                tops = [self.path / parent for parent in (Path(folder), *Path(folder).parents[:-1])]
+                if not any(map(Path.is_symlink, tops)):  # no link to a folder is followed
+                    paths = (Path(where, file) for where, _, files in os.walk(tops[0]) for file in files)
+                    below = sorted(path.relative_to(self.path).as_posix() for path in paths)
+                    iterations |= {name: match.iteration for name in below if (match := pattern.match(name))}
         return iterations
 
-    def _files_below(self, folder: str) -> list[str]:
-        """Return the files in a folder and in those below it, as paths from here. No link to a folder is followed."""
-        top = self.path
-        for name in Path(folder).parts:
-            top /= name
-            if top.is_symlink():
-                return []
-        paths = (Path(where, name) for where, _, names in os.walk(top) for name in names)
-        return sorted(path.relative_to(self.path).as_posix() for path in paths)
-
-    def _move(self, names: list[str], archives: str, copies: Iterable[str] = ()) -> str:
+    def move(self, names: list[str], archives: str, copies: Iterable[str] = ()) -> str:
+        """Move files and snapshots to ``<archives>/<n>``, and copy others there; return where that is."""
         archive = make_numbered_directory(self.path / archives)
         folder = f"{archives}/{archive.name}"
         for name in (*copies, *names):
@@ -222,7 +189,8 @@ class NamePattern:
         return NameMatch(None if digits is None else int(digits))
 
 
-def _list_names(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
+    """Return the first of some names, and how many more there are, as text."""
     return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
 
 
@@ -273,21 +241,6 @@ def write_record(
     ``rollback`` is the reason why the run has gone back to a snapshot by itself.
     """
     settings = to_record(trainer)
-    start = {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "iteration": trainer.updater.iteration,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "argv": settings["argv"],
-        "changed": {**(_announce_changes(earlier, settings) if earlier else {}), **as_json(changes)},
-        **({} if rollback is None else {"rollback": rollback}),
-    }
-    record = {"format": _FORMAT, **settings, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}
-    replace_file(Path(trainer.out) / RECORD, json.dumps(record, indent=1) + "\n")
-
-
-def _announce_changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the settings that differ from those of the start before: by path, the old value and the new; print each."""
     inexact = "the run continues, and may differ in the last bits"
     kinds = {  # by the first name of a path: how it is called, and what a change means
         "config": ("config ", "the new value holds"),
@@ -297,9 +250,19 @@ def _announce_changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -
         "threads": ("threads", inexact),
     }
     before, now = (Settings.recorded({key: record.get(key) for key in kinds}) for record in (earlier, settings))
-    changes = {}
-    for path, old, new in before.differences(now):
+    changed = {}
+    for path, old, new in before.differences(now) if earlier else ():
         kind, _, name = path.partition(".")
-        changes[path] = [old, new]
+        changed[path] = [old, new]
         announce_change(kinds[kind][0] + name, old, new, kinds[kind][1])
-    return changes
+    start = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "iteration": trainer.updater.iteration,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "argv": settings["argv"],
+        "changed": changed | as_json(changes),
+        **({} if rollback is None else {"rollback": rollback}),
+    }
+    record = {"format": _FORMAT, **settings, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}
+    replace_file(Path(trainer.out) / RECORD, json.dumps(record, indent=1) + "\n")

@@ -1,32 +1,35 @@
-"""The settings of a run by path: those that all ranks must share, those that its record tells, and how two runs differ."""
+"""The settings of a run by path: those that its record tells, how two runs differ, and what all ranks must share."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import itertools
 import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as _Replicated
 from torch.nn.parameter import is_lazy
 
-from chainring import _environment
+from chainring import _environment, _random
+from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import describe_fsdp, is_sharded
 from chainring._files import to_json
 from chainring._naming import name_cleaner, parameter_names, unwrap
+from chainring._progress import Trainer
 from chainring.serializers._models import hyperparameters
-from chainring.training.extension import Extension
+from chainring.serializers._store import Snapshots
+from chainring.serializers.protocol import Stateful
+from chainring.training._entry import Entry
 from chainring.training.triggers.base import Trigger, describe, describe_setting
 from chainring.training.updaters.callbacks import UpdateCallbacks
-
-if TYPE_CHECKING:
-    from chainring.training.extension import Entry
-    from chainring.training.trainer import Trainer
 
 _OF_TORCH = (
     "get_default_dtype",
@@ -40,6 +43,7 @@ _OF_TORCH = (
     "backends.cudnn.deterministic",
     "backends.cudnn.benchmark",
 )
+_OF_DDP = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "bucket_bytes_cap")
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 _OWN = {"progress_bar", "dataset", "loader", "iterator", "n_processes", "n_prefetch", "dataset_timeout"}
 """Arguments that may differ: what a rank shows, and how it fetches data, whose length is compared."""
@@ -99,6 +103,14 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
     updater = trainer.updater
     iterators, device = updater.get_all_iterators(), getattr(updater, "device", None)
     seeds = {name: iterator.seed for name, iterator in iterators.items() if hasattr(iterator, "seed")}
+    models = {}
+    for name, model in updater.get_all_models().items():
+        clean = name_cleaner(model)
+        parameters = {clean(path).replace(".", "/"): parameter for path, parameter in model.named_parameters()}
+        lazy = "not known before the first update"
+        shapes = {path: lazy if is_lazy(p) else "x".join(map(str, p.shape)) or "scalar" for path, p in parameters.items()}
+        frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]
+        models[name] = {"class": type(model).__name__, "parameters": shapes, "frozen": frozen}
     extensions = [
         {
             "name": entry.name,
@@ -120,19 +132,9 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
         "ranks": trainer.comm.world.size,
         "seeds": as_json({"torch": torch.initial_seed(), "iterators": seeds}),
         "optimizers": as_json(getattr(updater, "constructed", {})),
-        "models": {name: _describe_model(model) for name, model in updater.get_all_models().items()},
+        "models": models,
         "plan": {"stop_trigger": describe(trainer.stop_trigger), "extensions": extensions},
     }
-
-
-def _describe_model(model: torch.nn.Module) -> dict[str, Any]:
-    """Return a model's class, the shape of each parameter, such as ``"50x64"``, and which of them need no gradient."""
-    clean = name_cleaner(model)
-    parameters = {clean(name).replace(".", "/"): parameter for name, parameter in model.named_parameters()}
-    lazy = "not known before the first update"
-    shapes = {path: lazy if is_lazy(p) else "x".join(map(str, p.shape)) or "scalar" for path, p in parameters.items()}
-    frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]
-    return {"class": type(model).__name__, "parameters": shapes, "frozen": frozen}
 
 
 def as_json(value: Any) -> Any:
@@ -148,11 +150,44 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(to_json(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))
 
 
-def shared_settings(trainer: Trainer) -> dict[str, Settings]:
+def check_agreement(trainer: Trainer) -> None:
+    """Refuse ranks whose settings differ, which would compute other results than one process does, or wait forever.
+
+    Raises:
+        ValueError: a setting differs; the same error on every rank names the first.
+    """
+    world, settings = trainer.comm.world, _shared_settings(trainer)
+    own = {owner: hashlib.sha256(repr(sorted(group.items())).encode()).hexdigest() for owner, group in settings.items()}
+    digests = world.gather_object(own)
+    for owner in dict.fromkeys(itertools.chain(*digests)):
+        if len({digest.get(owner) for digest in digests}) == 1:
+            continue
+        first, *others = (Settings(group) for group in world.gather_object(settings.get(owner, {})))
+        rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+        path, *values = first.differences(other)[0]
+        is_stage = owner.startswith("model") and None in values
+        stages = "; the stages of a pipeline, of which each rank has one, are not supported" if is_stage else ""
+        texts = _shorten(values[0] or "absent", values[1] or "absent")
+        raise ValueError(
+            f"all ranks train the same way, and {owner} {path} is {texts[0]} on rank 0 and {texts[1]} on "
+            f"rank {rank}; let every rank run the same script with the same settings (what is printed or written "
+            f"by rank 0 alone needs no condition on the rank){stages}"
+        )
+
+
+def _shorten(one: str, other: str, limit: int = 200) -> list[str]:
+    """Return two texts that differ so short that one can read them, with the place where they differ."""
+    common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, common - limit // 4) if max(len(one), len(other)) > limit else 0
+    before = "..." if start else ""
+    return [before + text[start : start + limit] + ("..." if len(text) > start + limit else "") for text in (one, other)]
+
+
+def _shared_settings(trainer: Trainer) -> dict[str, dict[str, str]]:
     """Return as texts what must be the same on all ranks, by what it belongs to."""
     updater = trainer.updater
     models, optimizers = updater.get_all_models(), updater.get_all_optimizers()
-    names = parameter_names(models)
+    names, cleaners = parameter_names(models), {name: name_cleaner(model) for name, model in models.items()}
     settings: dict[str, Mapping[str, Any]] = {
         "the version of": _environment.versions(),
         "the process's": {f"torch.{path}": _read_setting(path) for path in _OF_TORCH},
@@ -160,7 +195,13 @@ def shared_settings(trainer: Trainer) -> dict[str, Settings]:
         "the updater's": _of_updater(updater),
         **{f"iterator {name!r}'s": _of_iterator(source) for name, source in updater.get_all_iterators().items()},
         **{f"model {name!r}'s": _of_model(model) for name, model in models.items()},
-        **{f"the order of model {name!r}'s": _order_of(model) for name, model in models.items()},
+        **{
+            f"the order of model {name!r}'s": {  # in which ranks exchange gradients, parameters and buffers
+                "parameters": [cleaners[name](path) for path, _ in model.named_parameters()],
+                "buffers": [cleaners[name](path) for path, _ in model.named_buffers()],
+            }
+            for name, model in models.items()
+        },
         **{f"optimizer {name!r}'s": _of_optimizer(optimizer, names) for name, optimizer in optimizers.items()},
         "the trainer's": {
             "stop trigger": describe_setting(trainer.stop_trigger),
@@ -170,7 +211,7 @@ def shared_settings(trainer: Trainer) -> dict[str, Settings]:
         },
         **{f"extension {entry.name!r}'s": _of_extension(entry, trainer) for entry in trainer.entries},
     }
-    return {owner: Settings((key, _as_text(value)) for key, value in group.items()) for owner, group in settings.items()}
+    return {owner: {key: _as_text(value) for key, value in group.items()} for owner, group in settings.items()}
 
 
 def _read_setting(path: str) -> Any:
@@ -186,25 +227,19 @@ def _read_setting(path: str) -> Any:
 
 def _of_updater(updater: Any) -> dict[str, Any]:
     names = ("accumulate", "precision", "accumulate_across_epochs", "virtual_ranks", "compile")
-    functions = ("loss_func", "converter")
-    device = getattr(updater, "device", None)
-    return {
+    settings: dict[str, Any] = {
         "class": type(updater).__qualname__,
         **{name: getattr(updater, name, None) for name in names},
-        **{name: _name_of_function(getattr(updater, name, None)) for name in functions},
-        "type of device": getattr(device, "type", None),
-        **_of_callbacks(getattr(updater, "callbacks", None)),
+        **{name: _name_of_function(getattr(updater, name, None)) for name in ("loss_func", "converter")},
+        "type of device": getattr(getattr(updater, "device", None), "type", None),
     }
-
-
-def _of_callbacks(callbacks: Any) -> dict[str, Any]:
-    """Return the callbacks of the library, such as those that clip; what others do may be for one rank, such as to print."""
-    stages = vars(callbacks) if isinstance(callbacks, UpdateCallbacks) else {}
-    return {
-        stage: [(function.__qualname__, *_closure_of(function)) for function in functions if _is_ours(function)]
-        for stage, functions in stages.items()
-        if isinstance(functions, tuple)
-    }
+    callbacks = getattr(updater, "callbacks", None)
+    for stage, functions in vars(callbacks).items() if isinstance(callbacks, UpdateCallbacks) else ():
+        if isinstance(functions, tuple):  # those of the library; what others do may be for one rank, such as to print
+            settings[stage] = [
+                (function.__qualname__, *_closure_of(function)) for function in functions if _is_ours(function)
+            ]
+    return settings
 
 
 def _closure_of(function: Any) -> list[Any]:
@@ -217,8 +252,8 @@ def _of_iterator(iterator: Any) -> dict[str, Any]:
     own = {"class": type(iterator).__qualname__, "per_rank": getattr(iterator, "per_rank", False)}
     if own["per_rank"]:  # each rank has data of its own
         return own
-    progress = getattr(iterator, "progress", None)
     values = {name: getattr(iterator, name, None) for name in ("batch_size", "repeat", "epoch_length")}
+    progress = getattr(iterator, "progress", None)
     length = progress[2] if isinstance(progress, tuple) and len(progress) == 3 else None
     loader = getattr(iterator, "loader", None)
     if loader is not None and hasattr(loader, "drop_last"):
@@ -228,35 +263,24 @@ def _of_iterator(iterator: Any) -> dict[str, Any]:
 
 def _of_model(model: Any) -> dict[str, Any]:
     clean = name_cleaner(model)
-    return {
+    settings: dict[str, Any] = {
         "class": type(unwrap(model)).__qualname__,
         **{f"parameter {clean(name)}": _of_tensor(tensor) for name, tensor in model.named_parameters()},
         **{f"buffer {clean(name)}": _of_tensor(tensor) for name, tensor in model.named_buffers()},
         "modules in evaluation mode": [clean(name) for name, module in model.named_modules() if not module.training],
-        **{f"{clean(name)} in DDP": _of_ddp(m) for name, m in model.named_modules() if isinstance(m, _Replicated)},
         **{f"fully_shard of {clean(name)}": text for name, text in describe_fsdp(model).items()},
     }
-
-
-def _order_of(model: Any) -> dict[str, Any]:
-    """Return the order in which ranks exchange gradients, parameters and buffers."""
-    clean = name_cleaner(model)
-    return {
-        "parameters": [clean(name) for name, _ in model.named_parameters()],
-        "buffers": [clean(name) for name, _ in model.named_buffers()],
-    }
+    for name, module in model.named_modules():
+        if isinstance(module, _Replicated):
+            hooks = [_name_of_function(hook) for hook, _ in getattr(module, "_comm_hooks", ())]
+            settings[f"{clean(name)} in DDP"] = {**{key: getattr(module, key, None) for key in _OF_DDP}, "hooks": hooks}
+    return settings
 
 
 def _of_tensor(tensor: Any) -> tuple[Any, ...]:
     shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
     placed = (tensor.placements, tuple(tensor.device_mesh.shape)) if is_sharded(tensor) else ()
     return (shape, str(tensor.dtype), *(["trained" if tensor.requires_grad else "frozen"]), *placed)
-
-
-def _of_ddp(module: Any) -> dict[str, Any]:
-    names = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "bucket_bytes_cap")
-    hooks = [_name_of_function(hook) for hook, _ in getattr(module, "_comm_hooks", ())]
-    return {**{name: getattr(module, name, None) for name in names}, "hooks": hooks}
 
 
 def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
@@ -278,14 +302,14 @@ def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
         "invoke_before_training": entry.invoke_before_training,
         **_arguments(extension),
     }
-    if isinstance(extension, Extension) and callable(iterators_of := getattr(extension, "get_all_iterators", None)):
+    if isinstance(extension, Stateful) and callable(iterators_of := getattr(extension, "get_all_iterators", None)):
         for name, iterator in iterators_of().items():
             settings |= {f"{key} of iterator {name!r}": value for key, value in _of_iterator(iterator).items()}
     scheduler: Any = getattr(extension, "scheduler", None)
     if type(scheduler).__module__ == torch.optim.lr_scheduler.__name__:
         settings |= {f"{key} of the scheduler": value for key, value in scheduler.state_dict().items()}
     if _is_ours(type(extension)):
-        settings["identity"] = entry.identify(trainer)
+        settings["identity"] = entry.identify(trainer).texts
     return settings
 
 
@@ -320,3 +344,42 @@ def _as_text(value: Any) -> str:
         texts = ", ".join(map(_as_text, value))
         return f"[{texts}]" if isinstance(value, list) else f"({texts}{',' * (len(value) == 1)})"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def check_out(store: Snapshots, comm: Communicator) -> None:
+    """Refuse an ``out`` that is not the same place for all ranks, which a resumed run could not read.
+
+    Raises:
+        ValueError: a rank does not see what rank 0 has written there.
+    """
+    comm = comm.world
+    with store.files.probe() if comm.is_main else nullcontext("") as probe:
+        probe = comm.broadcast_object(probe)
+        is_seen = comm.gather_object(store.files.exists(probe))
+    blind = [rank for rank, seen in enumerate(is_seen) if not seen]
+    if blind and is_seen[0]:
+        raise ValueError(
+            f"out is one directory for all ranks, from which each of them resumes, and {str(store)!r} of rank {blind[0]} is "
+            "not that of rank 0: give a path on storage that all machines share"
+        )
+
+
+def check_generators(comm: Communicator) -> None:
+    """Let ranks that compute a model together begin with the same random numbers, which PyTorch's seed must have given them.
+
+    Those of Python and NumPy, which nobody may have seeded, and of the accelerator become those of the first of them.
+
+    Raises:
+        ValueError: PyTorch's generators differ; the same error on every rank.
+    """
+    states = comm.world.gather_object((comm.rank, torch.initial_seed(), _random.get_rng_state()))
+    first: dict[int, tuple[int, int, Any]] = {}  # by the number of the data rank
+    for number, (rank, seed, state) in enumerate(states):
+        before, its_seed, its_state = first.setdefault(rank, (number, seed, state))
+        if not torch.equal(state["torch"], its_state["torch"]):
+            raise ValueError(
+                f"ranks that compute a model together draw the same random numbers, and PyTorch's generator has others on "
+                f"rank {number} (its seed is {seed}) than on rank {before} ({its_seed}): call torch.manual_seed(seed) with "
+                "the same seed on all of them before the model is made, or again before trainer.run()"
+            )
+    _random.set_rng_state(first[comm.rank][2])

@@ -16,17 +16,15 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from chainring._naming import unwrap
+from chainring._progress import Trainer
 from chainring.serializers.protocol import has_state
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
 
 Attributes = dict[str, str]
 """By path, such as ``updater.model:main.encoder.counter``, the text of what is there."""

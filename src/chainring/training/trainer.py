@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from chainring import _hints
 from chainring._distributed.communicator import Communicator, as_communicator
+from chainring._distributed.progress import reporting_position
 from chainring._hints import hinting
-from chainring._messages import info, warn
+from chainring._messages import Place, info, warn
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
-from chainring.serializers._store import open_store
+from chainring.serializers._store import Snapshots, open_store
 from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
@@ -27,20 +28,18 @@ from chainring.serializers.protocol import (
     visit_setting,
 )
 from chainring.training import _preview
-from chainring.training._loaded_state import identify, visit_generators, visit_identities
-from chainring.training._observer import Observer, surround
-from chainring.training._run import Run
+from chainring.training._entry import Entry, Observer, RollBack, surround
+from chainring.training._run import Interruption, Run, visit_generators, visit_identities
 from chainring.training._run_directory import resolve_out
-from chainring.training._signals import Interruption
-from chainring.training.extension import Entry, RollBack
-from chainring.training.triggers import TriggerLike, get_stop_trigger
-from chainring.training.triggers.base import describe, describe_setting, serialize_extension_trigger, serialize_inner_trigger
-from chainring.training.triggers.interval import ReachedTrigger
-
-if TYPE_CHECKING:
-    from chainring._messages import Place
-    from chainring.serializers._store import Snapshots
-    from chainring.training.updaters.base import Updater
+from chainring.training.triggers.base import (
+    ReachedTrigger,
+    TriggerLike,
+    describe,
+    describe_setting,
+    get_stop_trigger,
+    serialize_inner_trigger,
+)
+from chainring.training.updaters.base import Updater
 
 _E = TypeVar("_E")
 _Step: TypeAlias = tuple[Entry, Callable[[], Any] | None, Callable[["Trainer"], bool] | None, Callable[[], Any]]
@@ -161,9 +160,7 @@ class Trainer(Stateful):
     def elapsed_time(self) -> float:
         """Seconds of training, including the runs before a resume; 0.0 before the first run."""
         run = self._run
-        if run.started_at is None:
-            return run.earlier_time
-        return run.earlier_time + (time.monotonic() if run.ended_at is None else run.ended_at) - run.started_at
+        return run.earlier_time + (0.0 if run.started_at is None else (run.ended_at or time.monotonic()) - run.started_at)
 
     @property
     def is_before_training(self) -> bool:
@@ -251,15 +248,27 @@ class Trainer(Stateful):
             ValueError: several extensions are of that class.
             TypeError: ``name`` is neither a name nor a class.
         """
-        if isinstance(name, type):
-            return _only_of_class(name, self._entries)
-        if not isinstance(name, str):
+        if isinstance(name, str):
+            if name not in self._entries:
+                near = difflib.get_close_matches(name, self._entries, n=1)
+                meant = f": did you mean {near[0]!r}?" if near else ";"
+                raise KeyError(f"no extension {name!r}{meant} registered: {list(self._entries)}")
+            return self._entries[name].extension
+        if not isinstance(name, type):
             raise TypeError(f"an extension is known by its name or its class, such as LogReport; got {name!r}")
-        if name not in self._entries:
-            near = difflib.get_close_matches(name, self._entries, n=1)
-            meant = f": did you mean {near[0]!r}?" if near else ";"
-            raise KeyError(f"no extension {name!r}{meant} registered: {list(self._entries)}")
-        return self._entries[name].extension
+        everyone = {key: entry.extension for key, entry in self._entries.items()}
+        named = {key: extension for key, extension in everyone.items() if type(extension) is name}
+        named = named or {key: extension for key, extension in everyone.items() if isinstance(extension, name)}
+        if not named:
+            registered = (f"{key} ({type(extension).__name__})" for key, extension in everyone.items())
+            raise KeyError(f"no extension of class {name.__name__}; registered: {', '.join(registered) or 'none'}")
+        first, *others = named.values()
+        if any(other is not first for other in others):
+            raise ValueError(
+                f"get_extension({name.__name__}) returns the only extension of that class, and there are {len(named)}: "
+                f"{', '.join(named)}; give the name of one of them"
+            )
+        return first
 
     def run(self) -> None:
         """Train until the stop trigger fires or the data run out.
@@ -278,7 +287,10 @@ class Trainer(Stateful):
         run, failure = self._run, None
         if run.has_begun:
             raise RuntimeError("a trainer can run only once; make a new one, and load a snapshot or state_dict to continue")
-        with Interruption(self.comm) as self.interruption, run.reporting_position(self):
+        with contextlib.ExitStack() as stack:
+            self.interruption = stack.enter_context(Interruption(self.comm))
+            if self.comm.world.size > 1:  # where each rank says where it is, for one that waits
+                stack.enter_context(reporting_position(lambda: (self.updater.iteration, self.extension_name)))
             try:
                 run.open(self)
                 with self.reporter.scope(self.observation):
@@ -398,7 +410,7 @@ class Trainer(Stateful):
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
-            identities = visit_identities(serializer, [] if is_loading else [identify(entry, self) for entry in entries])
+            identities = visit_identities(serializer, [] if is_loading else [entry.identify(self) for entry in entries])
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             visit_setting(serializer, "stop_trigger_setting", describe_setting(self.stop_trigger), "stop trigger")
             generators = visit_generators(serializer["generators"], self.comm, run.loaded_state.generators)
@@ -414,23 +426,10 @@ class Trainer(Stateful):
                 if is_scalar(value):
                     observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
             for entry in entries:
-                visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
-                serialize_extension_trigger(serializer, entry.name, entry.trigger)
-
-
-def _only_of_class(cls: type[Any], entries: Mapping[str, Entry]) -> Any:
-    named = {name: entry.extension for name, entry in entries.items() if isinstance(entry.extension, cls)}
-    named = {name: extension for name, extension in named.items() if type(extension) is cls} or named
-    if not named:
-        registered = (f"{name} ({type(entry.extension).__name__})" for name, entry in entries.items())
-        raise KeyError(f"no extension of class {cls.__name__}; registered: {', '.join(registered) or 'none'}")
-    first, *others = named.values()
-    if any(other is not first for other in others):
-        raise ValueError(
-            f"get_extension({cls.__name__}) returns the only extension of that class, and there are {len(named)}: "
-            f"{', '.join(named)}; give the name of one of them"
-        )
-    return first
+                name, setting = entry.name, describe_setting(entry.trigger)
+                visit_if_stateful(serializer["extensions"], name, entry.extension)
+                visit_if_stateful(serializer["extension_triggers"], name, entry.trigger)
+                visit_setting(serializer["extension_trigger_settings"], name, setting, f"trigger of extension {name!r}")
 
 
 def _ends(trainer: Trainer) -> bool:
@@ -462,8 +461,10 @@ def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
             entry.before_snapshot(trainer)
     for entry, *_ in due:
         entry.is_due = True
+    # Those with `autoload` last: a run resumed from one does not take the others of that iteration again.
+    due.sort(key=lambda step: (bool(step[0].optional("autoload")), not step[0].optional("has_fixed_name")))
     try:
-        for entry, _, _, call in sorted(due, key=_resume_order):
+        for entry, _, _, call in due:
             trainer.extension_name = entry.name
             call()
             trainer.extension_name = None
@@ -471,12 +472,6 @@ def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
     finally:
         for entry, *_ in due:
             entry.is_due = False
-
-
-def _resume_order(step: _Step) -> tuple[bool, bool]:
-    """Sort snapshots with ``autoload`` last: a run resumed from one does not take the others of that iteration again."""
-    entry, *_ = step
-    return bool(entry.optional("autoload")), not entry.optional("has_fixed_name")
 
 
 def _take_final_snapshots(trainer: Trainer, is_interrupted: bool) -> None:
@@ -494,7 +489,17 @@ def _take_final_snapshots(trainer: Trainer, is_interrupted: bool) -> None:
         if is_interrupted:
             ends = "comes in" if interruption.is_nested else "ends the run after"
             rest = "; this run is inside another one, and continues to its end" if interruption.is_nested else ""
-            saved = _describe_saved(snapshots, iteration)
+            written = [entry.optional("saved_iteration") for entry in snapshots]
+            saved = "nothing is saved, because no snapshot extension is registered"
+            if iteration in written:
+                saved = "its state is saved"
+            elif snapshots:
+                earlier = max((number for number in written if number is not None), default=None)
+                newest = "" if earlier is None else f"; the newest that this run has written is of iteration {earlier}"
+                saved = (
+                    "its state is not saved, because no snapshot extension has written one of the trainer: they save other "
+                    f"objects, their condition was false, or the write failed{newest}"
+                )
             info(f"{interruption.name} {ends} iteration {iteration}: {saved}{rest}", follows_signal=True)
 
 
@@ -509,16 +514,3 @@ def _describe_finished(trainer: Trainer) -> str:
     further = f'raise the stop trigger to train further, for example to ({2 * trigger.length:g}, "{trigger.unit}"), '
     further += "or give another out= for a new run"
     return f'{place}{seconds}: the stop trigger is ({trigger.length:g}, "{trigger.unit}"); {further}'
-
-
-def _describe_saved(snapshots: list[Entry], iteration: int) -> str:
-    """Return in words whether the state of the trainer in this iteration is on the disk."""
-    if not snapshots:
-        return "nothing is saved, because no snapshot extension is registered"
-    saved = [entry.optional("saved_iteration") for entry in snapshots]
-    if iteration in saved:
-        return "its state is saved"
-    earlier = max((number for number in saved if number is not None), default=None)
-    newest = "" if earlier is None else f"; the newest that this run has written is of iteration {earlier}"
-    reasons = "they save other objects, their condition was false, or the write failed"
-    return f"its state is not saved, because no snapshot extension has written one of the trainer: {reasons}{newest}"

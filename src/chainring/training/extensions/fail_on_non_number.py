@@ -24,7 +24,8 @@ from chainring.serializers._loading import read_state
 from chainring.serializers._saving import Checkpoint
 from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, StateCollector, own_states
-from chainring.training.extension import Extension, RollBack
+from chainring.training._entry import RollBack
+from chainring.training.extension import Extension
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from chainring._files import atomic_write, replace_file
-from chainring.training._observer import Observer
-from chainring.training.extension import Entry, Extension
+from chainring.training._entry import Entry, Observer
+from chainring.training.extension import Extension
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 

@@ -35,7 +35,7 @@ from chainring.training.extension import Extension
 
 if TYPE_CHECKING:
     from chainring.parallel import Communicator
-    from chainring.training.extension import Entry
+    from chainring.training._entry import Entry
     from chainring.training.trainer import Trainer
 
 Filename = str | Callable[["Trainer"], str]

@@ -1,17 +1,17 @@
 """Triggers: callables of a trainer that decide when an extension is called, or when training stops."""
 
-from chainring.training.triggers.base import Trigger
-from chainring.training.triggers.best_value import BestValueTrigger, EarlyStoppingTrigger, MaxValueTrigger, MinValueTrigger
-from chainring.training.triggers.interval import (
+from chainring.training.triggers.base import (
     IntervalTrigger,
     ManualScheduleTrigger,
     OnceTrigger,
     ReachedTrigger,
     TimeTrigger,
+    Trigger,
     get_stop_trigger,
     get_trigger,
 )
-from chainring.training.triggers.interval import TriggerLike as TriggerLike
+from chainring.training.triggers.base import TriggerLike as TriggerLike
+from chainring.training.triggers.best_value import BestValueTrigger, EarlyStoppingTrigger, MaxValueTrigger, MinValueTrigger
 
 __all__ = [
     "BestValueTrigger",

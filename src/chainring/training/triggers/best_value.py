@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from chainring._checks import find_call_error, is_integer
 from chainring._messages import OneTimeWarning, info
+from chainring._progress import Trainer
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.protocol import AbstractSerializer, Serializer
-from chainring.training.triggers.base import Trigger, describe, keys_of, serialize_inner_trigger
-from chainring.training.triggers.interval import TriggerLike, get_stop_trigger, get_trigger
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
+from chainring.training.triggers.base import (
+    Trigger,
+    TriggerLike,
+    describe,
+    get_stop_trigger,
+    get_trigger,
+    keys_of,
+    serialize_inner_trigger,
+)
 
 _RULE = "compare is called with the best value so far and a new one, and returns True if the new one is better"
 
@@ -23,7 +28,7 @@ _RULE = "compare is called with the best value so far and a new one, and returns
 class BestMean:
     """The best mean of a reported value so far, for the trigger that fires and the extension that keeps it."""
 
-    def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike) -> None:
+    def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike = (1, "epoch")) -> None:
         if not callable(compare):
             raise TypeError(f"{_RULE}; got {compare!r}: write lambda best, new: new > best")
         if compare is max or compare is min:  # they return a number, and nearly every number is true
@@ -33,8 +38,7 @@ class BestMean:
             raise TypeError(f"{_RULE}; {compare!r} cannot be called so: {error}; write lambda best, new: ...")
         if not isinstance(key, str):
             raise TypeError(f'the key is that of a reported value, such as "validation/main/loss"; got {key!r}')
-        self.key = key
-        self.compare = compare
+        self.key, self.compare = key, compare
         self.trigger: Any = get_trigger(trigger)
         self._warning = OneTimeWarning()
         self.forget()
@@ -89,9 +93,6 @@ class BestValueTrigger(BestMean, Trigger):
         ValueError: the period or unit of ``trigger`` is invalid.
     """
 
-    def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike = (1, "epoch")) -> None:
-        super().__init__(key, compare, trigger)
-
     def forget(self) -> None:
         super().forget()
         self._seen: set[str] = set()  # the keys reported in this interval, as long as the warning may have to name them
@@ -111,25 +112,23 @@ class BestValueTrigger(BestMean, Trigger):
         if not self.trigger(trainer):
             return False
         means = self._means.end(trainer)
-        if self.key not in means:
-            self._warn(trainer.updater.iteration)
+        if self.key not in means:  # otherwise a key that is never reported would go unnoticed
+            cause = f"{self.key!r} was not reported; reported were {sorted(self._seen, key=str)}"
+            remedy = "check the key; give a longer interval, or this extension a lower priority than the one that reports it"
+            if self.key in self._seen:
+                cause = f"the value reported as {self.key!r} is not a single number"
+                remedy = "report one, for example .mean()"
+            iteration = trainer.updater.iteration
+            self._warning.give(
+                f"{self} has nothing to compare at iteration {iteration}: since its interval began, {cause}. "
+                f"This check does not count, and this warning is given once; {remedy}",
+            )
         self._seen.clear()
         return self.key in means and self.check(means[self.key], trainer)
 
     def check(self, mean: float, trainer: Trainer) -> bool:
         """Return True if the mean of the interval that ends makes the trigger fire."""
         return self.improve(mean)
-
-    def _warn(self, iteration: int) -> None:
-        """Warn that there was nothing to check; otherwise a key that is never reported would go unnoticed."""
-        cause = f"{self.key!r} was not reported; reported were {sorted(self._seen, key=str)}"
-        remedy = "check the key; give a longer interval, or this extension a lower priority than the one that reports it"
-        if self.key in self._seen:
-            cause, remedy = f"the value reported as {self.key!r} is not a single number", "report one, for example .mean()"
-        self._warning.give(
-            f"{self} has nothing to compare at iteration {iteration}: since its interval began, {cause}. "
-            f"This check does not count, and this warning is given once; {remedy}",
-        )
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
@@ -225,8 +224,7 @@ class EarlyStoppingTrigger(BestValueTrigger):
             raise ValueError(f"patience is the number of checks without improvement, at least 1; got {patience!r}")
         if mode not in ("auto", "max", "min"):
             raise ValueError(f'mode is "auto", "max" or "min", got {mode!r}')
-        self.patience = patience
-        self.verbose = verbose
+        self.patience, self.verbose = patience, verbose
         self.max_trigger = get_stop_trigger(max_trigger)
         self.mode = mode if mode != "auto" else "max" if "accuracy" in str(monitor) else "min"
         super().__init__(monitor, operator.lt if self.mode == "max" else operator.gt, check_trigger)

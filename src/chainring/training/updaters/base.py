@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
 from chainring._naming import parameter_names, unwrap
-from chainring._progress import find_main_iterator, raise_unless_end
+from chainring._progress import Trainer, find_main_iterator, raise_unless_end
 from chainring.serializers._models import Flags, Layouts, OptimizerState, buffer_layouts, group_names, serialize_layouts
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
 
 
 class _FromIterator:

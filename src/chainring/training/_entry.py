@@ -1,0 +1,201 @@
+"""The entry of an extension in a trainer, and what a trainer knows of those that it runs; observers, which have no entry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+from chainring._checks import find_call_error, is_number
+from chainring._hints import CALLED, EXTENSIONS
+from chainring._messages import user_place
+from chainring._progress import Trainer
+from chainring.training.triggers.base import IntervalTrigger, Trigger, TriggerLike, describe_setting, get_trigger
+
+
+class RollBack(RuntimeError):  # noqa: N818 - a request, and an error only where there is no snapshot
+    """Raised by an extension to return the run to its newest snapshot and continue from there.
+
+    If there is no snapshot, the run ends with this error, or with the one given as ``otherwise``.
+
+    Example::
+
+        if math.isnan(trainer.observation["main/loss"]):
+            raise RollBack("the loss is NaN")
+    """
+
+    def __init__(self, *arguments: object, otherwise: BaseException | None = None) -> None:
+        super().__init__(*arguments)
+        self.otherwise = otherwise
+
+
+class Identity(NamedTuple):
+    """What an extension of one run is recognized by in another."""
+
+    name: str
+    kind: tuple[str, str]  # the name without the number that made it unique, and the class
+    trigger_class: str
+    texts: tuple[tuple[str, ...], tuple[str, ...]]  # that identify the extension, most significant first, and its trigger
+    trigger: str
+
+
+class Entry:
+    """An extension as it is registered in one trainer: its name, its trigger and its priority there.
+
+    Arguments that are ``None`` are looked up on the extension; see `Trainer.extend`.
+
+    Attributes:
+        name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
+        base_name: the name without the number that made it unique.
+        fires: the call of the trigger, or ``None`` if it fires in every iteration.
+        observe, observe_start, before_snapshot: methods of the extension, or ``None`` if it does not define them.
+        call: calls the extension.
+        place: the line of the script that has registered it, to which warnings point.
+        is_due: True while the snapshots of an iteration are taken, if this is one of them and has not been called yet.
+        defaults: an `Extension`, whose attributes are those that an extension of a user lacks.
+    """
+
+    defaults: ClassVar[Any]
+
+    def __init__(
+        self,
+        extension: Callable[[Trainer], Any],
+        name: str | None,
+        trigger: TriggerLike,
+        priority: int | None,
+        invoke_before_training: bool | None,
+    ) -> None:
+        own_names = (getattr(extension, attribute, None) for attribute in ("default_name", "__name__"))
+        self.name = self.base_name = str(first_given(name, *own_names, type(extension).__name__))
+        if isinstance(extension, type):
+            raise TypeError(
+                f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)"
+            )
+        if not callable(extension):
+            hint = next((hint for method, hint in EXTENSIONS.items() if hasattr(extension, method)), None)
+            hint = CALLED if extension is None else hint
+            rule = f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}"
+            raise TypeError(rule if hint is None else f"{rule}: {hint}")
+        if isinstance(extension, Trigger):
+            raise TypeError(
+                f"a trigger is not an extension, and {type(extension).__name__} is a trigger: give it as the stop trigger, "
+                "Trainer(updater, trigger), or with an extension, extend(extension, trigger=trigger)"
+            )
+        if error := find_call_error(extension, None):
+            raise TypeError(f"an extension is called with one argument, the trainer, and {self.name!r} cannot be: {error}")
+        if callable(on_error := getattr(extension, "on_error", None)):
+            check_on_error(on_error, f"of extension {self.name!r}")
+        check_priority(priority)
+        self.extension: Any = extension
+        self.call: Callable[[Trainer], Any] = _bound(extension)
+        self.trigger = get_trigger(first_given(trigger, getattr(extension, "trigger", None), self.defaults.trigger))
+        # By type: a trigger around another may pass the attributes of that one on.
+        always = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
+        self.fires: Callable[[Trainer], bool] | None = None if always else _bound(self.trigger)
+        self.priority: int = first_given(priority, getattr(extension, "priority", None), self.defaults.priority)
+        default = getattr(extension, "invoke_before_training", None)
+        self.invoke_before_training: bool = first_given(invoke_before_training, default, False)
+        self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
+        self.place = user_place()
+        self.is_due = False
+        self.observe = self._defined("observe")
+        self.observe_start = self._defined("observe_start")
+        self.before_snapshot = self._defined("before_snapshot")
+
+    def optional(self, name: str) -> Any:
+        """Return an attribute or a method of the extension, or that of `Extension`, because a user's need not have it."""
+        default = getattr(self.defaults, name)
+        value = getattr(self.extension, name, default)
+        return value if callable(value) or not callable(default) else default
+
+    def identify(self, trainer: Trainer) -> Identity:
+        """Return what the extension is recognized by in another run."""
+        texts = []
+        for identified, default in ((self.extension, self.optional("writes")), (self.trigger, ())):
+            identity: Any = getattr(identified, "identity", None)
+            if callable(identity) and not find_call_error(identity, trainer):  # else it is something else of the user's
+                default = identity(trainer)
+            texts.append(tuple(map(str, default)) if isinstance(default, (tuple, list)) else ())
+        extension_class, trigger_class = type(self.extension).__name__, type(self.trigger).__name__
+        kind = self.base_name, extension_class
+        return Identity(self.name, kind, trigger_class, (texts[0], texts[1]), describe_setting(self.trigger))
+
+    def on_error(self, trainer: Trainer, exception: BaseException) -> None:
+        """Call the extension's ``on_error``, if it has one, with the traceback if it demands three arguments."""
+        on_error = self.optional("on_error")
+        arguments = (trainer, exception, exception.__traceback__)
+        on_error(*arguments[: 3 if find_call_error(on_error, trainer, exception) else 2])
+
+    def _defined(self, name: str) -> Callable[[Trainer], Any] | None:
+        """Return an optional method, unless it is the one of `Extension`, which does nothing."""
+        is_inherited = getattr(type(self.extension), name, None) is getattr(type(self.defaults), name)
+        return None if is_inherited else getattr(self.extension, name, None)
+
+
+def _bound(function: Any) -> Any:
+    # hot path: "an idle extension more": Python calls a bound method in half the time of an object with __call__
+    return function if inspect.isroutine(function) else function.__call__
+
+
+def check_priority(priority: Any) -> None:
+    """Refuse what is no number."""
+    if priority is not None and not is_number(priority):
+        raise TypeError(f"a priority is a number, such as PRIORITY_WRITER (300); got {priority!r}")
+
+
+def check_on_error(on_error: Callable[..., None], where: str) -> None:
+    """Refuse a function that cannot be called with the trainer and the error, or with the traceback too."""
+    if (error := find_call_error(on_error, None, None)) and find_call_error(on_error, None, None, None):
+        rule = "on_error is called with the trainer and the exception, or with the traceback as a third argument"
+        raise TypeError(f"{rule}, and that {where} cannot be: {error}; write on_error(trainer, exception)")
+
+
+def first_given(*values: Any) -> Any:
+    """Return the first value that is not ``None``."""
+    return next(value for value in values if value is not None)
+
+
+class Observer:
+    """Looks on while a trainer runs; see `Trainer.watch`.
+
+    Each method stands around a call of the trainer's, and here makes that call and nothing else. A subclass can look
+    before and after it, see it fail, or leave it out. An observer that was added later stands around the earlier ones.
+
+    Example::
+
+        class Counter(Observer):
+            count = 0
+
+            def around_update(self, trainer, update):
+                update()
+                self.count += 1
+
+    Attributes:
+        is_replay: True if the run repeats iterations of an earlier one, so that no results are sent to services.
+    """
+
+    is_replay = False
+
+    def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
+        """Return True to end the run before the next iteration; ``ends()`` asks the signals and the stop trigger."""
+        return ends()
+
+    def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
+        """Run one update, ``update()``."""
+        update()
+
+    def around_observe(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        """Let an extension observe the iteration, ``call()``."""
+        call()
+
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        """Call an extension in the loop, ``call()``; a snapshot is called at the end of a run, too."""
+        call()
+
+
+def surround(observers: Iterable[Observer], method: str, *arguments: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call with the methods of this name of all observers around it."""
+    for observer in observers:
+        call = partial(getattr(observer, method), *arguments, call)
+    return call
