@@ -110,8 +110,8 @@ def test_a_parameter_without_a_gradient_has_no_statistics_of_it(tmp_path):
     model.table = nn.Embedding(5, 2, sparse=True)
     model.table.weight.grad = torch.sparse_coo_tensor([[0, 0]], [[1.0, 2.0], [3.0, 2.0]], (5, 2), check_invariants=True)
     statistics = Statistics(model, trigger=(1, "iteration"))
-    statistics.observe(None)
     trainer = training.Trainer(updater_of(), out=str(tmp_path))
+    statistics.observe(trainer)
     with trainer.reporter.scope(trainer.observation):
         statistics(trainer)
     row = trainer.reporter.observation or trainer.observation
@@ -145,13 +145,14 @@ def test_a_compiled_model_has_the_names_of_what_was_compiled(tmp_path):
     assert "main/predictor/weight/data/mean" in row
 
 
-def test_no_value_is_read_from_its_device_before_the_trigger_fires():
+def test_no_value_is_read_from_its_device_before_the_trigger_fires(tmp_path):
     """Tensors without data stand in for those on an accelerator: to read one is an error."""
     statistics = Statistics(nn.Linear(3, 3, device="meta"))
+    trainer = training.Trainer(updater_of(), out=str(tmp_path))
     for _ in range(100):
-        statistics.observe(None)
+        statistics.observe(trainer)
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-        statistics(None)
+        statistics(trainer)
 
 
 @pytest.mark.parametrize("way", ["load", "extend", "file"])

@@ -220,5 +220,5 @@ def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
 
 def test_the_argument_of_chainer_is_named():
     """Chainer's scripts write file_name=."""
-    with pytest.raises(TypeError, match="file_name, as Chainer's has; write filename="):
+    with pytest.raises(TypeError, match="no argument 'file_name': that is Chainer's; write filename="):
         Plot("a", file_name="loss.png")

@@ -2,20 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from chainring.training.extensions.best_value import BestValue, MaxValue, MinValue
 from chainring.training.extensions.dump_graph import DumpGraph, dump_graph
 from chainring.training.extensions.evaluator import Evaluator
 from chainring.training.extensions.exponential_moving_average import ExponentialMovingAverage
 from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
 from chainring.training.extensions.log_report import LogReport
 from chainring.training.extensions.lr_scheduler import LRScheduler
-from chainring.training.extensions.micro_average import MicroAverage
-from chainring.training.extensions.observe import observe_lr, observe_value
-from chainring.training.extensions.parameter_statistics import ParameterStatistics
-from chainring.training.extensions.performance import SystemMetrics, Throughput
+from chainring.training.extensions.performance import Profiler, SystemMetrics, Throughput
 from chainring.training.extensions.plot_report import PlotReport
 from chainring.training.extensions.print_report import PrintReport
-from chainring.training.extensions.profiler import Profiler
 from chainring.training.extensions.progress_bar import ProgressBar
 from chainring.training.extensions.recorder import Recorder
 from chainring.training.extensions.shifts import (
@@ -28,6 +23,15 @@ from chainring.training.extensions.shifts import (
     WarmupShift,
 )
 from chainring.training.extensions.snapshot import snapshot, snapshot_object
+from chainring.training.extensions.values import (
+    BestValue,
+    MaxValue,
+    MicroAverage,
+    MinValue,
+    ParameterStatistics,
+    observe_lr,
+    observe_value,
+)
 
 __all__ = [
     "BestValue",

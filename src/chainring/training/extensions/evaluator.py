@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Iterator as PythonIterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,24 +14,24 @@ from torch import nn
 from chainring import _random
 from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
+from chainring._distributed.virtual_ranks import block_of
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
-from chainring.datasets._columns import count_examples, require_count
+from chainring.datasets._columns import count_examples, require_count, take_examples
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
-from chainring.reporting._metrics import fresh_metrics, is_metric
+from chainring.reporting._metrics import all_over_ranks, fresh_metrics, is_metric, undone
 from chainring.reporting.media import Media, report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, is_scalar
 from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions.progress_bar import bar_of_batches
+from chainring.training.trainer import Trainer
 from chainring.training.triggers.base import describe
 from chainring.training.updaters._arguments import Loss, check_call, check_loss_func
+from chainring.training.updaters._ranks import WrappedModules
 from chainring.training.updaters._update import Precision, arguments, loss_and_weight
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
 
 
 class Evaluator(Extension):
@@ -52,15 +52,13 @@ class Evaluator(Extension):
         trainer.extend(extensions.Evaluator(test_iter, model))
 
     Args:
-        iterator: an iterator that makes one pass over the data; a ``DataLoader`` or another iterable of batches is
-            wrapped. Either a single one, or a dict of several by name, of which ``"main"`` is evaluated.
+        iterator: makes one pass over the data; a ``DataLoader`` or another iterable of batches is wrapped. Either a single
+            one, or a dict of several by name, of which ``"main"`` is evaluated.
         target: the model, or a dict of several by name; a single one is called ``"main"``.
         converter: ``converter(batch, device)`` turns a batch of examples into tensors.
-        device: the device of the batches; ``None`` leaves them where they are, and ``"auto"`` works as for
-            `StandardUpdater`.
+        device: the device of the batches; ``None`` leaves them where they are, ``"auto"`` works as for `StandardUpdater`.
         eval_hook: called with the evaluator before each evaluation.
-        eval_func: called with a batch instead of the main target. Like the target, it returns a loss, or a mapping with
-            ``"loss"``.
+        eval_func: called with a batch instead of the main target; like it, returns a loss, or a mapping with ``"loss"``.
         precision: the precision of the forward pass, as for `StandardUpdater`; by default that of the updater if the
             target is one of its models, otherwise ``"fp32"``, which uses the dtypes of the model.
         loss_func: ``loss_func(model, *inputs)`` is called with the main target, as in the updater; by default that of the
@@ -73,9 +71,7 @@ class Evaluator(Extension):
             counts; a metric object of your own without ``sync`` must count in integers, which are summed over the ranks.
 
     Raises:
-        ValueError: the iterator repeats, so that an evaluation would never end, or can be used for one pass only; or
-            there is no function to call, or two; or ``virtual_ranks`` is below 1 or below the number of ranks.
-        TypeError: an iterator, a model or a function has the wrong type.
+        ValueError: the iterator repeats, or can be used for one pass only; or there is no function to call, or two.
     """
 
     trigger = (1, "epoch")
@@ -101,7 +97,11 @@ class Evaluator(Extension):
     ) -> None:
         iterators = dict(iterator) if isinstance(iterator, dict) else {"main": iterator}
         self._iterators = {name: _one_pass_iterator(name, source, converter) for name, source in iterators.items()}
-        self._targets = _models_of(target)
+        self._targets: dict[str, nn.Module] = dict(target) if isinstance(target, dict) else {"main": target}
+        for name, model in self._targets.items():
+            if not isinstance(model, nn.Module):
+                rule = "an Evaluator takes the model second, an nn.Module"
+                raise TypeError(f"{rule}; target {name!r} is {type(model).__name__}")
         for name, function in (("converter", converter), ("eval_hook", eval_hook), ("eval_func", eval_func)):
             if not callable(function) and (function is not None or name == "converter"):
                 raise TypeError(f"{name} of an Evaluator is a function, got {function!r}")
@@ -116,9 +116,8 @@ class Evaluator(Extension):
         self.converter = converter
         self.device = as_device(device)
         self._follows_rank = is_auto(device)
-        self.eval_hook, self.eval_func = eval_hook, eval_func
+        self.eval_hook, self.eval_func, self.loss_func = eval_hook, eval_func, loss_func
         self.precision = precision
-        self.loss_func = loss_func
         self.progress_bar = progress_bar
         self.virtual_ranks = None if virtual_ranks is None else require_virtual_ranks(virtual_ranks)
         self._comm: Communicator = Communicator()
@@ -202,21 +201,73 @@ class Evaluator(Extension):
 
         summary, is_shown = DictMeans(), self.progress_bar and self._comm.is_main
         shown = bar_of_batches(iterator, self.default_name, sys.stdout) if is_shown else nullcontext(iterator)
-        with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), _evaluation_mode(models), shown as batches:
-            if virtual_ranks is None:
-                for batch in batches:
-                    summary.add(*forward(batch))
-            else:
-                from chainring.training.extensions._virtual_forwards import add_virtual_forwards
+        modes = [(module, module.training) for model in models for module in model.modules()]
+        try:
+            with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), shown as batches:
+                for model in models:
+                    model.eval()
+                if virtual_ranks is None:
+                    for batch in batches:
+                        summary.add(*forward(batch))
+                else:
+                    self._add_virtual_forwards(summary, batches, forward, virtual_ranks)
+                return summary.over_ranks(self._comm).compute_mean()
+        finally:
+            for module, training in modes:
+                module.training = training
 
-                seed = getattr(self._updater, "virtual_seed", None)
-                if seed is None:
-                    seed = torch.initial_seed() if self._initial_seed is None else self._initial_seed
-                add_virtual_forwards(summary, batches, forward, models, virtual_ranks, self._comm, int(seed))
-            return summary.over_ranks(self._comm).compute_mean()
+    def _add_virtual_forwards(self, summary: DictMeans, batches: Iterable[Any], forward: Any, count: int) -> None:
+        """Evaluate batches on this rank's block of virtual ranks, and add what is reported, metrics with the counts of all.
+
+        A share without examples is skipped. Modules that are wrapped exchange parameters or buffers in a forward: of these
+        all ranks run equally many, some of which do not count; so they do in the first batch, to learn which metrics there
+        are. Every forward finds buffers, but for those of metrics, as they were at the beginning.
+        """
+        comm, seed = self._comm, getattr(self._updater, "virtual_seed", None)
+        if seed is None:
+            seed = torch.initial_seed() if self._initial_seed is None else self._initial_seed
+        modules = [module for model in self._targets.values() for module in model.modules()]
+        of_metrics = {id(child) for module in modules if is_metric(module) for child in module.modules()}
+        owners = [module for module in modules if id(module) not in of_metrics]
+        named = [(owner._buffers, *item) for owner in owners for item in owner.named_buffers(recurse=False)]
+        slots = [(buffers, name, buffer, buffer.clone()) for buffers, name, buffer in named]
+        versions = [buffer._version for _, _, buffer, _ in slots]
+
+        def forward_and_restore(share: Any, shows: bool) -> tuple[dict[str, Any], Any]:
+            result: tuple[dict[str, Any], Any] = forward(share, shows)
+            for index, (buffers, name, buffer, initial) in enumerate(slots):
+                buffers[name] = buffer
+                if buffer._version != versions[index]:
+                    buffer.copy_(initial)
+                    versions[index] = buffer._version
+            return result
+
+        block = block_of(comm.rank, comm.size, count)
+        exchanges = comm.size > 1 and bool(WrappedModules(list(self._targets.values())).parameters)
+        least = -(-count // comm.size) if exchanges else 0  # forwards of each batch
+        metrics: dict[str, Any] = {}
+        for index, batch in enumerate(batches):
+            done = 0
+            for position, virtual in enumerate(block):
+                share = batch if len(block) == 1 else take_examples(batch, slice(position, None, len(block)))
+                if count_examples(share) == 0:
+                    break  # nor have those after it
+                _random.seed_all("evaluation", int(seed), index, virtual)
+                observation, weight = forward_and_restore(share, virtual == 0)
+                metrics |= {key: value for key, value in observation.items() if is_metric(value)}
+                summary.add({key: value for key, value in observation.items() if not is_metric(value)}, weight)
+                done += 1
+            for _ in range(max(least, int(index == 0)) - done):
+                with undone(metrics.values()):
+                    observation, _ = forward_and_restore(take_examples(batch, slice(0, 1)), False)
+                for key, value in observation.items():
+                    if is_metric(value) and key not in metrics:
+                        value.reset()
+                        metrics[key] = value
+        summary.add(all_over_ranks(metrics, comm))
 
     def _evaluate_batch(self, batch: Any, loss_func: Callable[..., Any] | None) -> Any:
-        """Call the model, and return the weight of the batch: that of the loss, or the number of examples."""
+        """Return the weight of the batch: that of the loss, or the number of examples."""
         inputs = self.converter(batch, self.device)
         args, kwargs = arguments(inputs)
         try:
@@ -246,27 +297,15 @@ class Evaluator(Extension):
             self._initial_seed = visit_optional(serializer, "seed", self._initial_seed)
 
 
-def _models_of(target: nn.Module | dict[str, nn.Module]) -> dict[str, nn.Module]:
-    targets: dict[str, nn.Module] = dict(target) if isinstance(target, dict) else {"main": target}
-    for name, model in targets.items():
-        if not isinstance(model, nn.Module):
-            rule = "an Evaluator takes the model second, an nn.Module"
-            raise TypeError(f"{rule}; target {name!r} is {type(model).__name__}")
-    return targets
-
-
 def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) -> Any:
     if isinstance(source, PythonIterator) and not hasattr(source, "epoch_detail"):
         raise ValueError(
             f"every evaluation needs a new pass, and iterator {name!r}, a {type(source).__name__}, can be used only "
             "once; pass its source: the list or DataLoader, or a function that returns a new iterator"
         )
+    iterator: Any = as_iterator(source, repeat=False)
     if isinstance(source, LoaderIterator):
-        iterator: Any = LoaderIterator(
-            source.loader, epoch_length=source.epoch_length, per_rank=source.per_rank, repeat=False
-        )
-    else:
-        iterator = as_iterator(source, repeat=False)
+        iterator = LoaderIterator(source.loader, epoch_length=source.epoch_length, per_rank=source.per_rank, repeat=False)
     if getattr(iterator, "repeat", False):
         raise ValueError(
             f"an evaluation needs an iterator that ends after one pass, and {name!r} ({type(iterator).__name__}) repeats "
@@ -293,16 +332,3 @@ def _describe_data(iterator: Any) -> str:
         return f"{type(data).__name__} of {len(data)}"
     except (TypeError, NotImplementedError):
         return type(data).__name__
-
-
-@contextmanager
-def _evaluation_mode(models: list[nn.Module]) -> Generator[None]:
-    """Let every submodule be in evaluation mode, and restore its mode at the end."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ from chainring._distributed.sharding import copy_model, fsdp_modules, is_sharded
 from chainring._naming import name_of_model, unwrap
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_stop_trigger
 from chainring.training.triggers.base import describe, serialize_inner_trigger
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
 
 
 class ExponentialMovingAverage(Extension):
@@ -41,16 +39,14 @@ class ExponentialMovingAverage(Extension):
             another device or sharded by ``fully_shard`` before or after. The average is then sharded in the same way.
         decay: the weight of the old average in an update, from 0 to less than 1; or a function of the number of updates
             of the average made so far, 0 at the first, that returns a number from 0 to 1.
-        start: when averaging starts; until then the average is a copy of the parameters. ``None`` starts with the first
-            update; a number of iterations, ``(n, "iteration")`` or ``(n, "epoch")`` when the updater has reached it, and
-            a trigger when it has fired.
+        start: when averaging starts; until then the average is a copy of the parameters. ``None`` is the first update; a
+            number of iterations, ``(n, "iteration")`` or ``(n, "epoch")`` a length to be reached; or a trigger that fires.
 
     Attributes:
         model: the averaged copy. Its submodules and its state have the same names as the model's; it is never compiled.
             Values that it reports outside of an evaluator have the name of the extension as prefix.
 
     Raises:
-        TypeError: the model is not an ``nn.Module``.
         ValueError: the decay is out of range, ``start`` is not a point in training, or the model has parameters without a
             shape yet; when a run starts, the model is sharded differently from the average.
     """
@@ -63,10 +59,19 @@ class ExponentialMovingAverage(Extension):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"an ExponentialMovingAverage takes the model first, an nn.Module; got {type(model).__name__}")
-        _check_decay(decay)
+        if callable(decay):
+            if error := find_call_error(decay, 0):
+                raise TypeError(f"decay is called with the number of updates made so far, and {decay!r} cannot be: {error}")
+        elif not is_number(decay) or not 0 <= decay < 1:
+            raise ValueError(f"decay is from 0 to less than 1, such as 0.999; got {decay!r}")
+        try:
+            given: Any = (start, "iteration") if is_integer(start) else start
+            self._start = None if start is None else get_stop_trigger(given)
+        except (TypeError, ValueError):
+            rule = 'start is None, a number of iterations, (n, "iteration") or (n, "epoch"), 0 or above, or a trigger'
+            raise ValueError(f"{rule}; got {start!r}") from None
         self.decay = decay
         self.start = start
-        self._start = _as_start(start)
         self._source: nn.Module = unwrap(model)
         if lazy := [name for name, parameter in self._source.named_parameters() if is_lazy(parameter)]:
             raise ValueError(f"parameters {lazy} have no shape yet; call the model with a batch first")
@@ -126,45 +131,42 @@ class ExponentialMovingAverage(Extension):
             )
         self._is_updated = True
         self._prepare()
-        if not self._starts():
+        if not self._has_started and self._start is not None:
+            if self._trainer is None:
+                raise RuntimeError(
+                    "the start of an ExponentialMovingAverage is a point in the training of a trainer, which it is not "
+                    "registered in: trainer.extend(average), or make it without start= and call update() from then on"
+                )
+            self._has_started = bool(self._start(self._trainer))
+        if not self._has_started:
             self._copy()
             return
-        decay = self._next_decay()
+        decay: Any = self.decay if self._updates else 0.0
+        if callable(self.decay):
+            decay = self.decay(self._updates)
+            if not (is_number(decay) or isinstance(decay, np.floating)) or not 0 <= decay <= 1:
+                raise ValueError(
+                    f"decay returns a number from 0 to 1, the share of the average that stays; after {self._updates} "
+                    f"updates it has returned {decay!r}"
+                )
         if decay == 0.0:
             self._copy()
         else:
-            self._average(decay)
+            self._average(float(decay))
         self._updates += 1
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        updates = serializer("updates", self._updates)
-        has_started = self._has_started if self._start is None else _visit_start(serializer, self._start, self._has_started)
+        updates, has_started = serializer("updates", self._updates), self._has_started
+        try:
+            if self._start is not None:
+                has_started = serializer("started", has_started)
+                serialize_inner_trigger(serializer, "start", self._start)
+        except KeyError:  # of an average that was saved without a start
+            if isinstance(serializer, Serializer):
+                raise
         serializer.visit("model", self.model)
         if not isinstance(serializer, Serializer):
             self._updates, self._has_started, self._is_updated = int(updates), has_started, False
-
-    def _starts(self) -> bool:
-        """Return whether the average has begun."""
-        if self._has_started or self._start is None:
-            return True
-        if self._trainer is None:
-            raise RuntimeError(
-                "the start of an ExponentialMovingAverage is a point in the training of a trainer, which it is not "
-                "registered in: trainer.extend(average), or make it without start= and call update() from then on"
-            )
-        self._has_started = bool(self._start(self._trainer))
-        return self._has_started
-
-    def _next_decay(self) -> float:
-        if not callable(self.decay):
-            return self.decay if self._updates else 0.0
-        decay: Any = self.decay(self._updates)
-        if not (is_number(decay) or isinstance(decay, np.floating)) or not 0 <= decay <= 1:
-            raise ValueError(
-                f"decay returns a number from 0 to 1, the share of the average that stays; after {self._updates} updates "
-                f"it has returned {decay!r}"
-            )
-        return float(decay)
 
     def _prepare(self) -> None:
         """Let the average lie where the model lies, sharded alike, which a script may decide after it was copied."""
@@ -174,20 +176,17 @@ class ExponentialMovingAverage(Extension):
                     tensor.data = tensor.data.to(source.device)
             if fsdp_modules(self._source) and not fsdp_modules(self.model):
                 shard_model_like(self.model, self._source)
-            self._check_layout()
+            for (name, average), source in zip(self.model.named_parameters(), self._source.parameters(), strict=True):
+                if (layout := _layout(average)) != (expected := _layout(source)):
+                    raise ValueError(
+                        f"a rank averages the shards that it holds, and {name!r} is sharded as {expected} in the model, as "
+                        f"{layout} in the average; shard average.model by the same calls as the model, or make the average "
+                        "of the sharded model"
+                    )
             self._is_prepared = True
             self._sharded = fsdp_modules(self.model) + fsdp_modules(self._source)
         if self._sharded:
             reshard(self._sharded)  # an evaluation leaves parameters gathered
-
-    def _check_layout(self) -> None:
-        for (name, average), source in zip(self.model.named_parameters(), self._source.parameters(), strict=True):
-            if _layout(average) != _layout(source):
-                raise ValueError(
-                    f"a rank averages the shards that it holds, and {name!r} is sharded as {_layout(source)} in the model, "
-                    f"as {_layout(average)} in the average; shard average.model by the same calls as the model, or make the "
-                    "average of the sharded model"
-                )
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -218,32 +217,3 @@ def _tensors(model: nn.Module) -> chain[torch.Tensor]:
 def _layout(tensor: Any) -> tuple[Any, ...]:
     """Return the placements of a tensor and the shape of what this rank holds of it."""
     return (*(tensor.placements if is_sharded(tensor) else ()), tuple(to_local(tensor).shape))
-
-
-def _check_decay(decay: Any) -> None:
-    if callable(decay):
-        if error := find_call_error(decay, 0):
-            raise TypeError(f"decay is called with the number of updates made so far, and {decay!r} cannot be: {error}")
-    elif not is_number(decay) or not 0 <= decay < 1:
-        raise ValueError(f"decay is from 0 to less than 1, such as 0.999; got {decay!r}")
-
-
-def _as_start(start: Any) -> Callable[[Trainer], bool] | None:
-    if start is None:
-        return None
-    try:
-        return get_stop_trigger((start, "iteration") if is_integer(start) else start)
-    except (TypeError, ValueError):
-        rule = 'start is None, a number of iterations, (n, "iteration") or (n, "epoch"), 0 or above, or a trigger'
-        raise ValueError(f"{rule}; got {start!r}") from None
-
-
-def _visit_start(serializer: AbstractSerializer, start: Callable[[Trainer], bool], has_started: bool) -> bool:
-    """Save or load whether the average has begun, and the trigger."""
-    try:
-        has_started = serializer("started", has_started)
-        serialize_inner_trigger(serializer, "start", start)
-    except KeyError:  # of an average that was saved without a start
-        if isinstance(serializer, Serializer):
-            raise
-    return has_started

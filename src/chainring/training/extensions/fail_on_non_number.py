@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,25 +26,22 @@ from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, StateCollector, own_states
 from chainring.training._entry import RollBack
 from chainring.training.extension import Extension
+from chainring.training.trainer import Trainer
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
-    from chainring.training.updaters.standard import StandardUpdater
+from chainring.training.updaters.standard import StandardUpdater
 
 
 class FailOnNonNumber(Extension):
     """Checks the loss and the gradients of every update for NaN and infinities, before the optimizer steps.
 
-    With ``"stop"`` and ``"rollback"`` the check is computed on the device and read one iteration later, so that the loop
-    does not wait for it; a snapshot waits for the check of its own iteration, so it never contains such an update. If the
-    check fails, the run returns to its newest snapshot and repeats the iterations up to that update, which is saved.
-    There ``"stop"`` ends the run, and ``"rollback"`` skips that step and continues. If there is no snapshot, both end the
-    run one iteration after the update. ``"skip"`` waits for the check in every iteration, and skips each step whose loss
-    or gradients are not finite.
+    With ``"stop"`` and ``"rollback"`` the check is read one iteration later, so that the loop does not wait for it; a
+    snapshot waits for the check of its own iteration, so it never contains such an update. If the check fails, the run
+    returns to its newest snapshot and repeats the iterations up to that update. There ``"stop"`` ends the run, and
+    ``"rollback"`` skips that step and continues. If there is no snapshot, both end the run one iteration after the update.
+    ``"skip"`` waits for the check in every iteration, and skips each step whose loss or gradients are not finite.
 
-    When a step is skipped or ends the run, everything that is needed to repeat it is saved as ``non_number_iter_<n>``:
-    see `replay`. This requires a `StandardUpdater`.
+    When a step of a `StandardUpdater` is skipped or ends the run, everything that is needed to repeat it is saved as
+    ``non_number_iter_<n>``: see `replay`.
 
     Example::
 
@@ -52,13 +49,11 @@ class FailOnNonNumber(Extension):
 
     Args:
         policy: ``"stop"``, ``"skip"`` or ``"rollback"``.
-
-    Raises:
-        ValueError: the policy is unknown.
     """
 
     trigger = (1, "iteration")
     priority = 1000
+    writes = ("non_number_iter_{.iteration}",)
 
     def __init__(self, policy: Literal["stop", "skip", "rollback"] = "stop") -> None:
         if policy not in ("stop", "skip", "rollback"):
@@ -68,25 +63,20 @@ class FailOnNonNumber(Extension):
         self._pending: list[tuple[int, Tensor, torch.Event | None]] = []
         self._before: dict[str, Any] | None = None  # generators, buffers and own states of modules before the forward
         self._batches: list[Any] = []
-        self._removals: list[Callable[[], None]] = []
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return ("non_number_iter_{.iteration}",)
+        self._undo = ExitStack()  # what takes the checks out of the trainer again
 
     def initialize(self, trainer: Trainer) -> None:
         self._pending = []
         for optimizer in trainer.updater.get_all_optimizers().values():
-            self._removals.append(optimizer.register_step_pre_hook(partial(self._before_step, trainer)).remove)
+            self._undo.callback(optimizer.register_step_pre_hook(partial(self._before_step, trainer)).remove)
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
             record = partial(self._record_batch, trainer)
             callbacks.add("batch_on_finish", record)
-            self._removals.append(partial(callbacks.remove, "batch_on_finish", record))
+            self._undo.callback(callbacks.remove, "batch_on_finish", record)
 
     def finalize(self) -> None:
-        while self._removals:
-            self._removals.pop()()
+        self._undo.close()
         self._before, self._batches = None, []
 
     def _is_checked_at_once(self, trainer: Trainer) -> bool:
@@ -125,19 +115,27 @@ class FailOnNonNumber(Extension):
         return (args[0], check), {}
 
     def _check_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Check the loss and all gradients, before a step."""
-        iteration = trainer.updater.iteration + 1
-        is_bad = _has_non_number([*(parameter.grad for parameter in _trained(optimizer)), *_losses(trainer)])
-        is_bad = _on_any_rank(trainer.comm.world, is_bad)  # a loss is the rank's own, and all must decide alike
+        """Check the loss and all gradients, before a step; skip the step if they are bad, or end the run."""
+        iteration, world, reported = trainer.updater.iteration + 1, trainer.comm.world, trainer.reported
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        losses = [reported[key] for key in reported.values if key.rpartition("/")[2] == "loss"]
+        losses = [value for value in losses if isinstance(value, Tensor) and value.is_floating_point()]
+        # A loss is the rank's own, and all must decide alike.
+        is_bad = _on_any_rank(world, _has_non_number([*(parameter.grad for parameter in trained), *losses]))
         if not self._is_checked_at_once(trainer):
-            self._pending.append((iteration, *_copy_to_host(is_bad)))
-        elif bool(is_bad):
-            self._skip_step(trainer, optimizer, iteration)
-
-    def _skip_step(self, trainer: Trainer, optimizer: Optimizer, iteration: int) -> None:
-        parameters, names = _trained(optimizer), parameter_names(trainer.updater.get_all_models())
-        bad_here = [names.get(id(p), "?") for p in parameters if not bool(torch.isfinite(to_local(p.grad)).all())]
-        of_ranks = trainer.comm.world.gather_object((bad_here, bool(_has_non_number(_losses(trainer)))))
+            event = None
+            if is_bad.device.type != "cpu":  # so that reading it waits for nothing later
+                on_device, is_bad = is_bad, torch.empty((), dtype=torch.bool, pin_memory=True)
+                is_bad.copy_(on_device, non_blocking=True)
+                event = torch.Event(on_device.device)
+                event.record()
+            self._pending.append((iteration, is_bad, event))
+            return
+        if not bool(is_bad):
+            return
+        names = parameter_names(trainer.updater.get_all_models())
+        bad_here = [names.get(id(p), "?") for p in trained if not bool(torch.isfinite(to_local(p.grad)).all())]
+        of_ranks = world.gather_object((bad_here, bool(_has_non_number(losses))))
         bad = list(dict.fromkeys(chain.from_iterable(names for names, _ in of_ranks)))  # of a shard its rank alone knows
         rank = next((rank for rank, (_, has_bad_loss) in enumerate(of_ranks) if has_bad_loss), 0)
         origin = f"in the gradients of {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else "in the loss"
@@ -149,7 +147,7 @@ class FailOnNonNumber(Extension):
         if self.policy == "stop":
             raise NonNumberError(text)
         info(f"{text}; its step is skipped")
-        for parameter in parameters:
+        for parameter in trained:
             parameter.grad = None
 
     def _save(self, trainer: Trainer, iteration: int, rank: int) -> str:
@@ -201,7 +199,8 @@ class FailOnNonNumber(Extension):
                 self._bad_iterations.add(iteration)
                 self._pending = []
                 text = f"the update of iteration {iteration} had NaN or infinity in its loss or gradients"
-                raise RollBack(text, otherwise=NonNumberError(f"{text}; {_REMEDY}"))
+                remedy = 'lower the learning rate, clip the gradients, or skip such updates with FailOnNonNumber("skip")'
+                raise RollBack(text, otherwise=NonNumberError(f"{text}; {remedy}"))
 
     @staticmethod
     def replay(path: str | PathLike[str], updater: StandardUpdater) -> None:
@@ -245,9 +244,6 @@ class FailOnNonNumber(Extension):
                 handle.remove()
 
 
-_REMEDY = 'lower the learning rate, clip the gradients, or skip such updates with FailOnNonNumber("skip")'
-
-
 class NonNumberError(RuntimeError):
     """A loss, a gradient or a parameter is NaN or infinite.
 
@@ -264,26 +260,7 @@ class _ReplayEnd(Exception):  # noqa: N818 - it ends the replay before the step,
     pass
 
 
-def _copy_to_host(value: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Return a boolean on the host, and the event after which it is there, so that reading it waits for nothing later."""
-    if value.device.type == "cpu":
-        return value, None
-    copy = torch.empty((), dtype=torch.bool, pin_memory=True)
-    copy.copy_(value, non_blocking=True)
-    event = torch.Event(value.device)
-    event.record()
-    return copy, event
-
-
-def _losses(trainer: Trainer) -> list[Tensor]:
-    """Return the losses that this rank has reported in this update."""
-    reported = trainer.reported
-    losses = [reported[key] for key in reported.values if key.rpartition("/")[2] == "loss"]
-    return [value for value in losses if isinstance(value, Tensor) and value.is_floating_point()]
-
-
 def _on_any_rank(world: Communicator, flag: Tensor) -> Tensor:
-    """Return whether a flag is true on any rank, the same on all."""
     if world.size == 1:
         return flag
     count = flag.to(world.device, torch.float32)
@@ -302,13 +279,7 @@ def _has_non_number(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _closure_of(args: Any, kwargs: Any) -> Any:
-    """Return the closure with which a step is called, or ``None``."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
-
-
-def _trained(optimizer: Optimizer) -> list[Any]:
-    """Return the parameters that have a gradient."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _key(model_name: str, path: str) -> str:

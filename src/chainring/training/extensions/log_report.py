@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from chainring import _random
-from chainring._files import AppendOnly, atomic_write, from_json, is_regular, make_folder, set_rows_aside, to_json
+from chainring._files import (
+    AppendOnly,
+    atomic_write,
+    from_json,
+    is_regular,
+    make_folder,
+    open_regular,
+    set_rows_aside,
+    to_json,
+)
 from chainring._messages import warn
-from chainring.reporting.media import Media
+from chainring.reporting.media import Media, media_from_json, media_to_json
+from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.protocol import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Deserializer, Serializer
 from chainring.training.extension import Extension
-from chainring.training.extensions._log_media import LogMedia
+from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.writers.base import COUNTERS, Record, Run
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
-
 
 Row = dict[str, Any]
 
@@ -46,12 +53,10 @@ class LogReport(Extension):
     In every iteration it reads the values that were reported before it runs. Means are weighted with the weights of the
     updates; an iteration in which a key was not reported does not count for its mean. A row contains the means, then
     ``epoch``, ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` contains
-    all rows as a JSON array. Up to 1 MB, the rows are also kept in memory; `log` reads those of a longer log from the
-    file. Values reported before training, for example by an evaluation with ``invoke_before_training=True``, are written
-    as a row of iteration 0. In the files, NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and
-    ``"-Infinity"``.
-
-    The last image, text and histogram of each key in an interval are stored with its row, in ``<filename>.media.jsonl``.
+    all rows as a JSON array. Values reported before training, such as those of an evaluation with
+    ``invoke_before_training=True``, are a row of iteration 0. In the files, NaN and infinities are the strings ``"NaN"``,
+    ``"Infinity"`` and ``"-Infinity"``. The last image, text and histogram of each key in an interval are stored with its
+    row, in ``<filename>.media.jsonl``.
 
     Example::
 
@@ -64,19 +69,18 @@ class LogReport(Extension):
         trigger: when a row is written. ``extend(LogReport(), trigger=t)`` means the same and takes precedence.
         postprocess: called with each row before it is stored; it may change the row.
         filename: the name of the files in the trainer's ``out``; ``None`` writes no file.
-        writers: further destinations of the rows; rank 0 opens them. If one fails, there is a warning, and it gets no
-            more rows.
+        writers: further destinations of the rows, opened by rank 0. If one fails, there is a warning, and it gets no more.
 
     Attributes:
         log: a list of the rows so far, including those of the runs before a resume. If the log is larger than 1 MB, it is
             read from the file at each access; `rows_from` reads only the last rows.
 
     Raises:
-        TypeError: the keys, the file name, a writer or the trigger has the wrong type, or ``postprocess`` cannot be called.
-        ValueError: the trigger's unit or period is invalid, or two would write the same file.
+        ValueError: two writers would write the same file.
     """
 
     skip_on_resume = True
+    writes: Sequence[str] = ()
 
     def __init__(
         self,
@@ -90,20 +94,24 @@ class LogReport(Extension):
             raise TypeError(f"postprocess is a function of a row, got {postprocess!r}")
         if filename is not None and (not isinstance(filename, str) or not filename):
             raise TypeError(f'filename is a name in out, such as "log", or None for no file; got {filename!r}')
+        listed_writers = list(writers) if isinstance(writers, Iterable) else [writers]
+        for writer in listed_writers:
+            if isinstance(writer, type) or not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
+                raise TypeError(f"writers is a list of Writers, each with write(record) and close(); got {writers!r}")
         self.trigger = get_trigger(trigger)
-        listed = None if keys is None else key_list("keys", keys)
-        self._keys = listed or []
-        self._means = IntervalMeans(listed)
+        self._keys = None if keys is None else key_list("keys", keys)
+        self._means = IntervalMeans(self._keys)
         self._postprocess = postprocess
         self._filename = filename
         self._rows = _Rows(filename)
-        self._media = LogMedia(None if filename is None else f"{filename}.media.jsonl")
-        self._writers = _checked_writers(writers)
-        names = list(self.writes)
-        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise ValueError(f"a log and its writers must write different files; more than one would write {twice}")
+        self._media = _Media(None if filename is None else f"{filename}.media.jsonl")
+        self._writers: list[RecordWriter] = listed_writers
         self._open: list[RecordWriter] = []
         self._working: list[RecordWriter] = []
+        files = [] if filename is None else [filename, f"{filename}.jsonl", f"{filename}.media.jsonl"]
+        self.writes = names = [*files, *(name for writer in listed_writers for name in getattr(writer, "writes", ()))]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"a log and its writers must write different files; more than one would write {twice}")
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -114,14 +122,8 @@ class LogReport(Extension):
         return self._rows.since(number)
 
     @property
-    def writes(self) -> Sequence[str]:
-        name = self._filename
-        files = () if name is None else (name, f"{name}.jsonl", f"{name}.media.jsonl")
-        return (*files, *(name for writer in self._writers for name in getattr(writer, "writes", ())))
-
-    @property
     def watched_keys(self) -> Sequence[str]:
-        return [key for key in self._keys if key not in COUNTERS]
+        return [key for key in self._keys or () if key not in COUNTERS]
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return () if self._filename is None else (self._filename,)
@@ -131,14 +133,15 @@ class LogReport(Extension):
         if is_main:
             self._media.begin(trainer.reporter, out, is_rehearsing=trainer.is_rehearsing)
         self._rows.begin(out, writes=is_main)
-        rows = self.log if self._writers and is_main else []
-        media = self._media.of_rows() if rows else {}
-        records = tuple(_record(row, media.get(index)) for index, row in enumerate(rows))
         # A rehearsal or a replay leaves the writers alone: what they show to others could not be put back.
         is_alone = trainer.is_rehearsing or trainer.is_replaying
         self._open = list(self._writers) if is_main and not is_alone else []
         self._working = list(self._open)
-        self._call_writers("begin", Run(out, dict(trainer.config), trainer.updater.iteration, records))
+        if self._open:
+            rows = self.log
+            media = self._media.of_rows() if rows else {}
+            records = tuple(_record(row, media.get(index)) for index, row in enumerate(rows))
+            self._call_writers("begin", Run(out, dict(trainer.config), trainer.updater.iteration, records))
 
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
@@ -156,9 +159,10 @@ class LogReport(Extension):
         row: dict[str, Any] = {**means, **counters, "elapsed_time": trainer.elapsed_time}
         if self._postprocess is not None:
             self._postprocess(row)
-        media = self._media.write(len(self._rows), counters) if self._media.waiting else {}
+        media = self._media.write(self._rows.count, counters) if self._media.waiting else {}
         self._rows.append(row)
-        self._call_writers("write", _record({**row, **counters}, media))
+        if self._working:
+            self._call_writers("write", _record({**row, **counters}, media))
 
     def _call_writers(self, method: str, argument: Run | Record) -> None:
         """Call a method of each working writer. Random numbers that its service draws do not change the run."""
@@ -198,9 +202,10 @@ class _Rows:
 
     def __init__(self, filename: str | None) -> None:
         self._filename = filename
-        self._stored, self._stored_count = AppendOnly(), 0  # the rows that are in a file alone
+        self.count = 0
+        self._stored = AppendOnly()  # the rows that are in a file alone
         self._recent: list[Row] = []  # those after them
-        self._file: AppendOnly | None = None  # with all rows, once the run has begun to write it
+        self._file = AppendOnly()  # with all rows, once the run has begun to write it
         self._array = Path()
         self._written: str | None = None  # the name of the file that has these rows, and is cut back to them
         # To replace the array of a long log takes a hundredth of the time at most, however often snapshots are taken.
@@ -208,22 +213,20 @@ class _Rows:
         self._pause = 0.0  # until it may be replaced at a snapshot
         self._is_stale = False
 
-    def __len__(self) -> int:
-        return self._stored_count + len(self._recent)
-
     @property
     def all(self) -> list[Row]:
         """All rows. Those that are in a file alone are read; if that has been damaged or removed, there is a warning."""
-        if not self._stored_count:
+        if not self._stored.size:
             return self._recent
         if (text := self._stored.read()) is None:
-            self._stored.warn_of_loss(_describe_loss(self._stored_count))
+            self._stored.warn_of_loss(_describe_loss(self.count - len(self._recent)))
             return list(self._recent)
         return [*_parse(text), *self._recent]
 
     def since(self, number: int) -> list[Row]:
         """Return the rows from a number on, counted from 0, without reading the file if they are in memory."""
-        return self._recent[number - self._stored_count :] if number >= self._stored_count else self.all[number:]
+        stored = self.count - len(self._recent)
+        return self._recent[number - stored :] if number >= stored else self.all[number:]
 
     def begin(self, out: Path, *, writes: bool) -> None:
         """Go on in the files in ``out``, or in memory where this rank ``writes`` none."""
@@ -235,31 +238,28 @@ class _Rows:
         make_folder(out, Path(self._filename).parent)
         if earlier != self._filename:
             set_rows_aside(path)
-        self._file = replace(self._stored)
-        if not self._file.begin(path, b"".join(map(_line, self._recent)), loss=_describe_loss(self._stored_count)):
-            self._stored, self._stored_count = AppendOnly(), 0
+        self._file, loss = replace(self._stored), _describe_loss(self.count - len(self._recent))
+        if not self._file.begin(path, b"".join(map(_line, self._recent)), loss=loss):
+            self._stored, self.count = AppendOnly(), len(self._recent)
         self._stored.path = path
         self._replace_array()
-        if self._file.size - self._stored.size > _SMALL:
-            self._keep_in_file(self._file)
 
     def _keep_in_memory(self) -> None:
-        self._recent, self._stored, self._stored_count = self.all, AppendOnly(), 0
+        self._recent, self._stored = self.all, AppendOnly()
+        self.count = len(self._recent)
 
     def append(self, row: Row) -> None:
         """Add a row, and write it."""
         self._recent.append(row)
-        if self._file is None:
+        self.count += 1
+        if self._file.path is None:
             return
         self._file.append(_line(row))
         self._is_stale = True
         if self._file.size <= _SMALL or time.monotonic() >= self._replaced_at + max(_SECONDS, self._pause):
             self._replace_array()
         if self._file.size - self._stored.size > _SMALL:
-            self._keep_in_file(self._file)
-
-    def _keep_in_file(self, file: AppendOnly) -> None:
-        self._stored, self._stored_count, self._recent = replace(file), len(self), []
+            self._stored, self._recent = replace(self._file), []
 
     def close(self) -> None:
         """Bring the array up to date."""
@@ -268,7 +268,7 @@ class _Rows:
 
     def _replace_array(self) -> None:
         began, file = time.monotonic(), self._file
-        if file is None or file.path is None or not is_regular(file.path) or os.path.getsize(file.path) < file.size:
+        if file.path is None or not is_regular(file.path) or os.path.getsize(file.path) < file.size:
             return  # a person has removed it or cut it off: the array stays as it was
         with atomic_write(self._array) as array:
             array.write(b"[\n" if file.size else b"[")
@@ -284,29 +284,27 @@ class _Rows:
         if isinstance(serializer, Serializer):
             if self._is_stale and time.monotonic() >= self._replaced_at + self._pause:
                 self._replace_array()
-            file = AppendOnly() if self._file is None else self._file
-            if (state := file.state(serializer.directory, serializer.refer)) is None:
+            if (state := self._file.state(serializer.directory, serializer.refer)) is None:
                 rows = self.all
             else:
-                in_file = [*state, len(self)]
+                in_file = [*state, self.count]
         rows, in_file = serializer("log", rows), serializer("file", in_file)
         self._written = serializer("written", self._written)
-        if not isinstance(serializer, Serializer):
-            self._stored, self._stored_count, self._recent = AppendOnly(), 0, list(rows or ())
-            if rows is None and in_file is not None:
-                self._find(AppendOnly.restore(in_file, serializer.directory), count=in_file[3])
-            if not serializer.comm.is_main:  # now, because rank 0 writes the file as soon as all have loaded
-                self._keep_in_memory()
-
-    def _find(self, stored: AppendOnly, count: int) -> None:
-        """Find the rows in the file beside a snapshot, up to its length at the time of the snapshot."""
-        if stored.size > _SMALL and stored.is_intact():
-            self._stored, self._stored_count = stored, count
-        elif stored.size <= _SMALL and (text := stored.read()) is not None:
-            self._recent = _parse(text)
-        else:
-            self._written = None
-            stored.warn_of_loss(_describe_loss(count))
+        if isinstance(serializer, Serializer):
+            return
+        self._recent, self._stored, stored_count = list(rows or ()), AppendOnly(), 0
+        if rows is None and in_file is not None:
+            stored = AppendOnly.restore(in_file, serializer.directory)
+            if stored.size > _SMALL and stored.is_intact():
+                self._stored, stored_count = stored, in_file[3]
+            elif stored.size <= _SMALL and (text := stored.read()) is not None:
+                self._recent = _parse(text)
+            else:
+                self._written = None
+                stored.warn_of_loss(_describe_loss(in_file[3]))
+        self.count = stored_count + len(self._recent)
+        if not serializer.comm.is_main:  # now, because rank 0 writes the file as soon as all have loaded
+            self._keep_in_memory()
 
 
 def _line(row: Row) -> bytes:
@@ -337,9 +335,93 @@ def key_list(argument: str, keys: Iterable[str]) -> list[str]:
     return listed
 
 
-def _checked_writers(writers: Iterable[RecordWriter]) -> list[RecordWriter]:
-    listed = list(writers) if isinstance(writers, Iterable) else [writers]
-    for writer in listed:
-        if isinstance(writer, type) or not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
-            raise TypeError(f"writers is a list of Writers, each with write(record) and close(); got {writers!r}")
-    return listed
+_MEDIA_ROW = re.compile(rb'{"row": (\d+), ')  # how a line begins
+
+
+class _Media:
+    """Collects what is reported until the next row of a log, and appends it as one line to a file beside the log.
+
+    A line has the number of its row, counted from 0, the counters, and what was reported by key.
+    """
+
+    def __init__(self, filename: str | None) -> None:
+        self._filename = filename
+        self.waiting: dict[str, Media] = {}
+        self._reporter: Reporter | None = None
+        self._file = AppendOnly()
+
+    def begin(self, reporter: Reporter, out: Path, *, is_rehearsing: bool) -> None:
+        """Listen to a reporter, and cut the file in ``out`` back to the earlier rows."""
+        self._reporter = reporter
+        reporter.media_watchers += (self._add,)
+        if is_rehearsing:  # in a scratch directory
+            self._file = AppendOnly()
+        if self._filename is not None:
+            self._file.path = path = out / self._filename
+            if self._file.size:
+                self._file.begin(path, loss="the log continues without the images, texts and histograms of its earlier rows")
+            else:
+                set_rows_aside(path)
+
+    def _add(self, key: str, media: Media) -> None:
+        self.waiting[key] = media
+
+    def write(self, row: int, counters: Mapping[str, Any]) -> dict[str, Media]:
+        """Append what has waited to the file, as that of a row; return it."""
+        media, self.waiting = self.waiting, {}
+        if self._file.path is not None:
+            content = {"row": row, **counters, "media": {key: media_to_json(item) for key, item in media.items()}}
+            self._file.append((json.dumps(content, allow_nan=False) + "\n").encode())
+        return media
+
+    def of_rows(self) -> dict[int, Mapping[str, Media]]:
+        """Return what earlier rows have, by their number; it is read from the file when it is asked for."""
+        media: dict[int, Mapping[str, Media]] = {}
+        start = 0
+        if self._file.path is not None and self._file.size:
+            with open(open_regular(self._file.path), "rb") as file:
+                for line in file:
+                    if match := _MEDIA_ROW.match(line):
+                        media[int(match[1])] = _StoredMedia(self._file.path, start)
+                    start += len(line)
+        return media
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._reporter is not None:
+            watchers = self._reporter.media_watchers
+            self._reporter.media_watchers = tuple(watcher for watcher in watchers if watcher != self._add)
+            self._reporter = None
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save or load what waits, and the length and the checksum of the file."""
+        if isinstance(serializer, Serializer) and self._file.path is not None and self._file.size:
+            serializer.refer(self._file.path)
+        waiting = serializer("waiting", {key: media_to_json(item) for key, item in self.waiting.items()})
+        size, crc = serializer("file", [self._file.size, self._file.crc])
+        if isinstance(serializer, Deserializer):
+            self.waiting = {key: media_from_json(item) for key, item in waiting.items()}
+            self._file = AppendOnly(None, size, crc)
+
+
+class _StoredMedia(Mapping[str, Media]):
+    """What a row has in the file, read when it is asked for."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path = path
+        self._start = start  # of its line
+
+    def _read(self) -> dict[str, Any]:
+        with open(open_regular(self._path), "rb") as file:
+            file.seek(self._start)
+            media: dict[str, Any] = json.loads(file.readline())["media"]
+        return media
+
+    def __getitem__(self, key: str) -> Media:
+        return media_from_json(self._read()[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())

@@ -1,12 +1,16 @@
-"""LRScheduler: steps a learning rate scheduler of PyTorch when its trigger fires, and saves it with the run."""
+"""LRScheduler: steps a learning rate scheduler of PyTorch; and the settings in the parameter groups of an optimizer."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.swa_utils import SWALR
 
 from chainring._messages import OneTimeWarning
@@ -14,18 +18,10 @@ from chainring.reporting.summary import IntervalMeans
 from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, has_state
 from chainring.training.extension import Extension
-from chainring.training.extensions._param_groups import (
-    are_equal,
-    constructed_settings,
-    copy_settings,
-    is_optimizer,
-    name_of,
-    set_value,
-)
+from chainring.training.trainer import Trainer
 
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
-
+OptimizerLike: TypeAlias = Optimizer | str | None
+"""An optimizer, or something that wraps one; its name in the updater; or ``None`` for the updater's main one."""
 Groups = list[dict[str, Any]]
 """The settings of each parameter group."""
 
@@ -36,14 +32,9 @@ _COUNTERS = ("_last_lr", "last_epoch", "_step_count")
 class Scheduler(Protocol):
     """The interface of schedulers, those of ``torch.optim.lr_scheduler`` and others."""
 
-    @property
-    def step(self) -> Callable[..., Any]: ...
-
-    @property
-    def state_dict(self) -> Callable[..., dict[str, Any]]: ...
-
-    @property
-    def load_state_dict(self) -> Callable[..., Any]: ...
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class _Settings(NamedTuple):
@@ -76,7 +67,6 @@ class LRScheduler(Extension):
         monitor: the key of the value by which ``ReduceLROnPlateau`` steps, such as ``"validation/main/loss"``.
 
     Raises:
-        TypeError: ``scheduler`` is not a scheduler, or the key is not a string.
         ValueError: the scheduler steps by a value and there is no ``monitor``, or vice versa.
     """
 
@@ -84,7 +74,18 @@ class LRScheduler(Extension):
     skip_on_resume = True
 
     def __init__(self, scheduler: Scheduler, *, monitor: str | None = None) -> None:
-        _check(scheduler, monitor)
+        name, is_class = type(scheduler).__name__, isinstance(scheduler, type)
+        if is_class or is_optimizer(scheduler) or not has_state(scheduler) or not callable(getattr(scheduler, "step", None)):
+            given = f"the class {scheduler.__name__}" if is_class else name  # type: ignore[attr-defined]
+            raise TypeError(f"LRScheduler takes a scheduler of torch.optim.lr_scheduler, over the optimizer; got {given}")
+        if monitor is not None and not isinstance(monitor, str):
+            raise TypeError(f'monitor is the key of a reported value, such as "validation/main/loss"; got {monitor!r}')
+        first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
+        steps_by_value = first is not None and first.default is first.empty and first.kind is not first.VAR_POSITIONAL
+        if monitor is None and steps_by_value:
+            raise ValueError(f'{name} steps by a value; name it: LRScheduler(..., monitor="validation/main/loss")')
+        if monitor is not None and (first is None or first.name == "epoch"):
+            raise ValueError(f"{name} does not step by a value, so monitor={monitor!r} would do nothing; leave it out")
         self.scheduler: Any = scheduler
         self.monitor = monitor
         self._optimizer = getattr(scheduler, "optimizer", None)
@@ -106,12 +107,10 @@ class LRScheduler(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._constructed = constructed_settings(trainer.updater, self._optimizer)
-        if self._restored is not None:
-            saved, self._restored = self._restored, None
-            self._restore_groups(saved)
-
-    def _restore_groups(self, saved: _Settings) -> None:
-        """Set the groups to their saved settings, also where a scheduler made since has changed them."""
+        saved, self._restored = self._restored, None
+        if saved is None:
+            return
+        # The groups get their saved settings, also where a scheduler made since has changed them.
         groups, defaults = getattr(self._optimizer, "param_groups", []), getattr(self._optimizer, "defaults", {})
         for index, (group, settings) in enumerate(zip(groups, saved.groups, strict=True)):
             made, saved_made = _at(self._made, index), _at(saved.made, index)
@@ -122,7 +121,9 @@ class LRScheduler(Extension):
                 if key == "lr":
                     old = saved_made.get("initial_lr", saved_constructed.get("lr"))
                     new = made.get("initial_lr", constructed.get("lr"))
-                    set_value(group, key, _scaled(value, old, new))
+                    if old is not None and new is not None and not are_equal(old, new):  # the rate changes as they do
+                        value = value * (float(new) / float(old)) if float(old) else new
+                    set_value(group, key, value)
                 elif _differs(key, constructed, saved_constructed):
                     continue  # the updater has announced the new value, which holds
                 elif key not in defaults and _differs(key, made, saved_made):
@@ -139,24 +140,18 @@ class LRScheduler(Extension):
     def __call__(self, trainer: Trainer) -> None:
         means = {} if self.monitor is None else self._means.end(trainer)
         if self.monitor is None or means:
-            self._step(*means.values())
-            return
-        if trainer.is_rehearsing:  # which raises where the key is not reported
-            return
-        self._warning.give(
-            f"{type(self.scheduler).__name__} is not stepped at iteration {trainer.updater.iteration}: since its last step "
-            f"{self.monitor!r} was not reported as a single number; reported now are {sorted(trainer.observation)}. This "
-            "warning is given once; check the key, or step it where the value is reported: extend(..., trigger=...)",
-        )
-
-    def _step(self, *value: float) -> None:
-        if self._has_stepped:
-            self.scheduler.step(*value)
-            return
-        self._has_stepped = True
-        with warnings.catch_warnings():  # the first update came before this step; a loss scaler may have skipped it
-            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
-            self.scheduler.step(*value)
+            with nullcontext() if self._has_stepped else warnings.catch_warnings():
+                if not self._has_stepped:  # the first update came before this step; a loss scaler may have skipped it
+                    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
+                self._has_stepped = True
+                self.scheduler.step(*means.values())
+        elif not trainer.is_rehearsing:  # which raises where the key is not reported
+            self._warning.give(
+                f"{type(self.scheduler).__name__} is not stepped at iteration {trainer.updater.iteration}: since its last "
+                f"step {self.monitor!r} was not reported as a single number; reported now are "
+                f"{sorted(trainer.observation)}. This warning is given once; check the key, or step it where the value is "
+                "reported: extend(..., trigger=...)",
+            )
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         current = _Settings(copy_settings(self._optimizer), self._made, self._constructed)
@@ -196,17 +191,16 @@ def _merge_changes(state: Any, made: Any, saved_made: Any, name: str) -> Any:
             for key, value in state.items()
         }
     versions = (state, made, saved_made)
-    if all(map(_is_list_of_states, versions)) and len(set(map(len, versions))) == 1:
+    # The states of the schedulers or functions that a scheduler is made of, not a list of numbers.
+    are_lists = all(
+        type(states) is list and all(item is None or isinstance(item, dict) for item in states) for states in versions
+    )
+    if are_lists and len(set(map(len, versions))) == 1:
         return [_merge_changes(*states, name) for states in zip(*versions, strict=True)]
     if are_equal(made, saved_made):
         return state
     announce_change(f"{name} of the scheduler", saved_made, made)
     return copy_value(made)
-
-
-def _is_list_of_states(value: Any) -> bool:
-    """Return True for the states of the schedulers or functions that a scheduler is made of, not for a list of numbers."""
-    return type(value) is list and all(item is None or isinstance(item, dict) for item in value)
 
 
 def _class_name(scheduler: Any) -> str:
@@ -224,23 +218,52 @@ def _differs(key: str, settings: dict[str, Any], saved: dict[str, Any]) -> bool:
     return key in settings and key in saved and not are_equal(settings[key], saved[key])
 
 
-def _scaled(rate: Any, old: Any, new: Any) -> Any:
-    """Return the learning rate that corresponds to ``rate`` where the initial one is ``new`` instead of ``old``."""
-    if old is None or new is None or are_equal(old, new):
-        return rate
-    return rate * (float(new) / float(old)) if float(old) else new
+def is_optimizer(value: Any) -> bool:
+    """Return True for an optimizer, or something that wraps one and has its parameter groups."""
+    return isinstance(value, Optimizer) or isinstance(getattr(value, "param_groups", None), list)
 
 
-def _check(scheduler: Any, monitor: Any) -> None:
-    name = type(scheduler).__name__
-    is_class = isinstance(scheduler, type)
-    if is_class or is_optimizer(scheduler) or not has_state(scheduler) or not callable(getattr(scheduler, "step", None)):
-        given = f"the class {scheduler.__name__}" if is_class else name
-        raise TypeError(f"LRScheduler takes a scheduler of torch.optim.lr_scheduler, over the optimizer; got {given}")
-    if monitor is not None and not isinstance(monitor, str):
-        raise TypeError(f'monitor is the key of a reported value, such as "validation/main/loss"; got {monitor!r}')
-    first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
-    if monitor is None and first is not None and first.default is first.empty and first.kind is not first.VAR_POSITIONAL:
-        raise ValueError(f'{name} steps by a value; name it: LRScheduler(..., monitor="validation/main/loss")')
-    if monitor is not None and (first is None or first.name == "epoch"):
-        raise ValueError(f"{name} does not step by a value, so monitor={monitor!r} would do nothing; leave it out")
+def name_of(optimizer: OptimizerLike, updater: Any) -> str:
+    """Return the name of an optimizer in the updater; an empty one if the updater does not have it."""
+    if optimizer is None or isinstance(optimizer, str):
+        return optimizer or "main"
+    optimizers: dict[str, Any] = getattr(updater, "get_all_optimizers", dict)()
+    return next((name for name, candidate in optimizers.items() if candidate is optimizer), "")
+
+
+def constructed_settings(updater: Any, optimizer: Any) -> list[dict[str, Any]]:
+    """Return the settings of each group as the script constructed them; empty if the updater does not know them."""
+    return [] if optimizer is None else list(getattr(updater, "constructed", {}).get(name_of(optimizer, updater), ()))
+
+
+def copy_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Return a copy of all settings of each group, tensors included."""
+    groups = getattr(optimizer, "param_groups", [])
+    settings = [{key: group[key] for key in group if key not in ("params", "param_names")} for group in groups]
+    return copy_value(settings)  # type: ignore[no-any-return]
+
+
+def set_value(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set one setting. A tensor is changed in place, because a compiled or captured step reads it."""
+    current = group.get(key)
+    if not isinstance(current, Tensor) or isinstance(value, (tuple, list)):
+        group[key] = value
+    elif isinstance(value, Tensor):
+        current.copy_(value)
+    else:
+        current.fill_(value)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return True if two settings are equal; a tensor equals the number that it becomes when `set_value` sets it."""
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
+    if isinstance(other, Tensor) and not isinstance(one, Tensor):
+        one, other = other, one
+    if isinstance(one, Tensor):
+        if not isinstance(other, (Tensor, int, float)):
+            return False
+        return torch.equal(one, torch.as_tensor(other, dtype=one.dtype, device=one.device).expand_as(one))
+    return bool(one == other)

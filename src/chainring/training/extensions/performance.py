@@ -1,27 +1,30 @@
-"""Throughput and SystemMetrics: the speed of training, and the load and the memory use of the machine."""
+"""Throughput, SystemMetrics and Profiler: the speed of training, and what it takes of the machine."""
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from chainring._files import atomic_write, replace_file
 from chainring.reporting.reporter import report
+from chainring.training._entry import Entry, Observer
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
+from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
 
 
 class _Measurement(Extension):
-    """Reports numbers under the name of the extension."""
-
     priority = PRIORITY_WRITER
     skip_on_resume = True
 
@@ -44,16 +47,13 @@ class Throughput(_Measurement):
     Keys begin with the name of the extension, for example ``throughput/examples_per_second``:
 
     - ``iterations_per_second``.
-    - ``examples_per_second``: of the batches that the updater converted, if it has `UpdateCallbacks` and their numbers of
-      examples are known.
-    - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"`` that is not its number of
-      examples.
-    - ``peak_memory_mib``: the peak since the process started, in MiB: of the memory allocated on the accelerator of the
-      models, or of the memory of this process if they are on the CPU, for which Windows needs ``chainring[system]``.
+    - ``examples_per_second``: of the batches that the updater converted, if it has `UpdateCallbacks` and knows their sizes.
+    - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"`` other than its examples.
+    - ``peak_memory_mib``: the peak since the process started, of the memory allocated on the accelerator of the models, or
+      of the memory of this process if they are on the CPU, for which Windows needs ``chainring[system]``.
 
-    Times are those of the whole loop, including evaluations and snapshots, on a monotonic clock. The accelerator is
-    synchronized only when the trigger fires. Over ranks, examples and tokens are summed, and memory is the maximum. Time
-    before a resume does not count.
+    Times are those of the whole loop since a start or resume, including evaluations and snapshots. The accelerator is
+    synchronized only when the trigger fires. Over ranks, examples and tokens are summed, and memory is the maximum.
 
     Example::
 
@@ -61,9 +61,6 @@ class Throughput(_Measurement):
 
     Args:
         trigger: when to report. ``extend(..., trigger=t)`` means the same and takes precedence.
-
-    Raises:
-        TypeError, ValueError: ``trigger`` is not a trigger, see `get_trigger`.
     """
 
     default_name = "throughput"
@@ -71,7 +68,6 @@ class Throughput(_Measurement):
     def __init__(self, trigger: TriggerLike = (1, "epoch")) -> None:
         super().__init__(trigger)
         self._callbacks: UpdateCallbacks | None = None
-        self._reset()
 
     def _reset(self) -> None:
         self._started_at = time.monotonic()
@@ -158,16 +154,14 @@ class SystemMetrics(_Measurement):
 
     - ``cpu_percent``: the utilization of all processors of the machine since the last report.
     - ``process_cpu_percent``: that of this process; 100 is one processor.
-    - ``memory_percent``: the memory of the machine that is in use now.
-    - ``process_memory_mib``: that of this process, in MiB.
-    - ``accelerator_percent``: the utilization of the accelerator of the models over the last second or less, if its
-      driver provides it.
+    - ``memory_percent``, ``process_memory_mib``: the memory in use now of the machine, and of this process.
+    - ``accelerator_percent``: the utilization of the models' accelerator over the last second or less, if its driver tells.
     - ``accelerator_memory_mib``: the memory that this process has allocated there now.
 
     It measures when its trigger fires and has no thread; if its trigger is more frequent than the log's, a row contains
     the mean of several measurements. A report takes less than a millisecond, and neither waits for the accelerator nor
-    communicates with other ranks: each rank reports its own values, and a log contains their means, as for all values.
-    Worker processes are included in the values of the machine only; in a container, the machine is the host.
+    communicates: each rank reports its own values, and a log contains their means, as for all values. Worker processes
+    are included in the values of the machine only; in a container, the machine is the host.
 
     Example::
 
@@ -178,7 +172,6 @@ class SystemMetrics(_Measurement):
 
     Raises:
         ImportError: psutil is not installed.
-        TypeError, ValueError: ``trigger`` is not a trigger, see `get_trigger`.
     """
 
     default_name = "system"
@@ -186,30 +179,17 @@ class SystemMetrics(_Measurement):
     def __init__(self, trigger: TriggerLike = (1, "epoch")) -> None:
         super().__init__(trigger)
         self._psutil = _import_psutil("SystemMetrics")
-        self._reset()
 
-    def _reset(self) -> None:
+    def initialize(self, trainer: Trainer) -> None:
+        super().initialize(trainer)
         self._process = self._psutil.Process()
         self._tells_utilization = True
         self._machine = self._machine_times()
         self._process_times = time.process_time(), time.monotonic()
 
-    def initialize(self, trainer: Trainer) -> None:
-        super().initialize(trainer)
-        self._reset()
-
     def __call__(self, trainer: Trainer) -> None:
-        values = self._processors() | {
-            "memory_percent": self._psutil.virtual_memory().percent,
-            "process_memory_mib": self._process.memory_info().rss / 2**20,
-        }
-        if self._accelerator is not None:
-            values |= self._measure_accelerator(self._accelerator)
-        self._report(trainer, values)
-
-    def _processors(self) -> dict[str, float]:
-        """Return the use since the last call, or since an earlier one where the clocks have not moved on since then."""
         values = {}
+        # Since the last call, or since an earlier one where the clocks have not moved on since then.
         (busy, whole), (busy_before, whole_before) = self._machine_times(), self._machine
         if whole > whole_before:
             values["cpu_percent"] = min(max(100 * (busy - busy_before) / (whole - whole_before), 0.0), 100.0)
@@ -218,7 +198,18 @@ class SystemMetrics(_Measurement):
         if now > before:
             values["process_cpu_percent"] = 100 * (used - used_before) / (now - before)
             self._process_times = used, now
-        return values
+        values["memory_percent"] = self._psutil.virtual_memory().percent
+        values["process_memory_mib"] = self._process.memory_info().rss / 2**20
+        if (device := self._accelerator) is not None:
+            module = torch.get_device_module(device)
+            if (allocated := getattr(module, "memory_allocated", None)) is not None:
+                values["accelerator_memory_mib"] = allocated(device) / 2**20
+            if self._tells_utilization and hasattr(module, "utilization"):
+                try:
+                    values["accelerator_percent"] = module.utilization(device)
+                except Exception:  # no nvidia-ml-py; or an error of the driver, as for a part of a GPU: each has its class
+                    self._tells_utilization = False
+        self._report(trainer, values)
 
     def _machine_times(self) -> tuple[float, float]:
         """Return the seconds of all processors: those that they were busy, and all."""
@@ -226,13 +217,165 @@ class SystemMetrics(_Measurement):
         whole = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)  # are in user and nice too
         return whole - times["idle"] - times.get("iowait", 0.0), whole
 
-    def _measure_accelerator(self, device: torch.device) -> dict[str, float]:
-        module, values = torch.get_device_module(device), {}
-        if (allocated := getattr(module, "memory_allocated", None)) is not None:
-            values["accelerator_memory_mib"] = allocated(device) / 2**20
-        if self._tells_utilization and hasattr(module, "utilization"):
-            try:
-                values["accelerator_percent"] = module.utilization(device)
-            except Exception:  # no nvidia-ml-py; or an error of the driver, as for a part of a GPU: each has its class
-                self._tells_utilization = False
-        return values
+
+_PHASES = ("data", "forward", "backward", "communication", "update", "loop")
+_TABLE = "profile.txt"
+_DATA = "profile.json"
+_TRACE = "profile_trace.json"
+
+_STAGES = {
+    "batch_on_finish": "data",
+    "forward_on_start": "data",
+    "forward_on_finish": "forward",
+    "backward_on_start": "forward",
+    "backward_on_finish": "backward",
+    "comm_on_start": "update",
+    "comm_on_finish": "communication",
+    "update_on_start": "update",
+    "update_on_finish": "update",
+}
+"""At each callback of an updater, the phase that has just ended."""
+
+
+class Profiler(Extension, Observer):
+    """Measures how long each phase of an iteration takes, and writes ``profile.txt`` and ``profile.json`` when the run ends.
+
+    The phases are ``data`` (fetching and converting a batch), ``forward``, ``backward``, ``communication`` between ranks,
+    ``update`` (the optimizer's step), each extension (``extension:LogReport``), and ``loop`` (everything else between two
+    updates, such as triggers). In another updater than a `StandardUpdater`, all time that cannot be assigned to another
+    phase counts as ``update``. An accelerator works asynchronously, so a phase is the time until its work was submitted;
+    the trace shows the rest. The profiler never synchronizes, and costs less than a microsecond per phase.
+
+    Example::
+
+        trainer.extend(extensions.Profiler(trace=(10, 12)))
+
+    Args:
+        trace: the first and the last iteration, counted from 1, in which ``torch.profiler`` records every operation into
+            ``profile_trace.json``, a Chrome trace (open it at https://ui.perfetto.dev). ``None`` records none.
+
+    Attributes:
+        seconds: the time of each phase in this run so far.
+        iterations: the number of updates measured.
+    """
+
+    writes: Sequence[str] = ()
+
+    def __init__(self, *, trace: tuple[int, int] | None = None) -> None:
+        rule = "trace is the first and the last iteration to record, counted from 1, such as (10, 12)"
+        is_pair = isinstance(trace, (tuple, list)) and len(trace) == 2 and all(type(limit) is int for limit in trace)
+        if trace is not None and not is_pair:
+            raise TypeError(f"{rule}; got {trace!r}")
+        if trace is not None and not 1 <= trace[0] <= trace[1]:
+            raise ValueError(f"{rule}; got {trace!r}")
+        self.trigger = never
+        self.writes = (_TABLE, _DATA) if trace is None else (_TABLE, _DATA, _TRACE)
+        self._trace = trace
+        self._undo = ExitStack()  # what takes the measuring out of the trainer again
+        self._out: Path | None = None
+        self._recorder: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.seconds = dict.fromkeys(_PHASES, 0.0)
+        self.iterations = 0
+        self._last: float | None = None
+        self._has_stages = False  # True if callbacks have been called in this update
+        self._is_stepping = False  # True after the first step of this update
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Do nothing: the profiler measures all the time, and its trigger never fires."""
+
+    def initialize(self, trainer: Trainer) -> None:
+        self._reset()
+        self._out = Path(trainer.out) if trainer.comm.is_main else None
+        updater: Any = trainer.updater
+        self._undo.callback(trainer.watch(self))
+        if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
+            for stage, phase in _STAGES.items():  # before the others when a stage finishes, after them when one starts
+                mark = functools.partial(self._mark_stage, stage, phase)
+                updater.callbacks.add(stage, mark, first=stage.endswith("finish"))
+                self._undo.callback(updater.callbacks.remove, stage, mark)
+        for optimizer in updater.get_all_optimizers().values():
+            self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._mark("update")).remove)
+        self.seconds |= {f"extension:{entry.name}": 0.0 for entry in trainer.entries if entry.extension is not self}
+        reporter, watch = trainer.reporter, self._watch
+        reporter.watchers += (watch,)
+        self._undo.callback(lambda: setattr(reporter, "watchers", tuple(f for f in reporter.watchers if f != watch)))
+
+    def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
+        self._has_stages = self._is_stepping = False
+        self._mark("loop")
+        if self._trace is not None:
+            iteration, (first, last) = trainer.updater.iteration + 1, self._trace
+            if self._recorder is None and first <= iteration <= last and self._out is not None:
+                self._recorder = torch.profiler.profile()
+                self._recorder.start()
+            elif iteration > last:
+                self._end_trace()
+        update()
+        self._mark("update")
+        self.iterations += 1
+
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        if entry.extension is self:
+            return
+        self._mark("loop")
+        try:
+            call()
+        finally:
+            self._mark(f"extension:{entry.name}")
+
+    around_observe = around_call
+
+    def _mark(self, phase: str) -> None:
+        """Count the time since the last mark as that of this phase."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds[phase] += now - self._last
+        self._last = now
+
+    def _mark_stage(self, stage: str, phase: str, context: UpdateContext) -> None:
+        # An update_core of one's own may fetch batches by next_batch, and do the rest in no stages.
+        self._has_stages = self._has_stages or stage != "batch_on_finish"
+        self._mark(phase)
+
+    def _watch(self, key: str, value: Any) -> None:
+        # Without stages, the loss that is reported with its graph is the end of the forward.
+        if not self._has_stages and isinstance(value, Tensor) and value.requires_grad:
+            self._mark("forward")
+
+    def _before_step(self, *_: Any) -> None:
+        # A step that calls the step of its base class comes here twice.
+        self._mark("update" if self._has_stages or self._is_stepping else "backward")
+        self._is_stepping = True
+
+    def _end_trace(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and self._out is not None:
+            recorder.stop()
+            with atomic_write(self._out / _TRACE) as file:
+                recorder.export_chrome_trace(file.name)
+
+    def finalize(self) -> None:
+        self._undo.close()
+        if self.iterations:
+            self._mark("loop")
+        self._last = None
+        self._end_trace()
+        if self.iterations and self._out is not None:
+            data = {"iterations": self.iterations, "seconds": self.seconds}
+            replace_file(self._out / _TABLE, self.table())
+            replace_file(self._out / _DATA, json.dumps(data, indent=1) + "\n")
+
+    def table(self) -> str:
+        """Return a table of the phases so far as text: share, milliseconds per iteration, and seconds of each."""
+        total = sum(self.seconds.values())
+        rows = [(phase, seconds) for phase, seconds in self.seconds.items() if seconds] + [("all", total)]
+        width = max(len(phase) for phase, _ in rows) + 2
+        lines = [f"{self.iterations} iterations", f"{'phase':<{width}}{'share':>7}{'ms/iteration':>15}{'seconds':>12}"]
+        for phase, seconds in rows:
+            share, milliseconds = seconds / (total or 1), 1000 * seconds / (self.iterations or 1)
+            lines.append(f"{phase:<{width}}{share:>7.1%}{milliseconds:>15.3f}{seconds:>12.3f}")
+        return "\n".join(lines) + "\n"

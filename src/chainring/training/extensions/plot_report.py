@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any
 
 from chainring._files import atomic_write
+from chainring._hints import hinting
 from chainring._messages import OneTimeWarning
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.protocol import AbstractSerializer
 from chainring.training.extension import Extension
 from chainring.training.extensions.log_report import key_list
+from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
-
-P = ParamSpec("P")
-
-
-def _name_chainers_argument(construct: Callable[P, None]) -> Callable[P, None]:
-    @wraps(construct)
-    def check(*args: P.args, **settings: P.kwargs) -> None:
-        if "file_name" in settings:
-            raise TypeError("PlotReport has no argument file_name, as Chainer's has; write filename=")
-        construct(*args, **settings)
-
-    return check
 
 
 class PlotReport(Extension):
     """Plots the means of reported values over intervals, one curve per key, as an image in the trainer's ``out``.
 
     In every iteration it reads the values that were reported before it runs. When its trigger fires, it adds a point to
-    each curve whose key was reported since the last firing, and redraws the image. The image is replaced by a rename, so
-    that a viewer never sees an incomplete file. Matplotlib draws without a window, and its global settings are not
-    changed.
+    each curve whose key was reported since the last firing, and replaces the image at once. Matplotlib draws without a
+    window, and its global settings are not changed.
 
     Example::
 
@@ -48,21 +33,20 @@ class PlotReport(Extension):
         y_keys: the key of a value, or several.
         x_key: ``"iteration"`` or ``"epoch"``, which includes the fraction of an epoch.
         trigger: when a point is added. ``extend(..., trigger=t)`` means the same and takes precedence.
-        postprocess: called with the figure, its axes and the means of the interval before the image is written; it may
-            change the figure.
+        postprocess: called with the figure, its axes and the means of the interval before the image is written.
         filename: the name of the image in ``out``; its suffix is the format: png, pdf, svg or another of matplotlib's.
         marker: the marker of the points, as in ``matplotlib.markers``.
         grid: True to draw grid lines behind the curves.
 
     Raises:
-        TypeError: the keys are not strings, ``postprocess`` cannot be called, or the trigger has the wrong form.
-        ValueError: ``x_key``, the file name or its format, or the trigger's unit or period is out of range.
         ImportError: matplotlib is not installed.
     """
 
     skip_on_resume = True
+    writes: Sequence[str] = ()
+    watched_keys: Sequence[str] = ()
 
-    @_name_chainers_argument
+    @hinting({"file_name": "that is Chainer's; write filename="})
     def __init__(
         self,
         y_keys: str | Iterable[str],
@@ -78,29 +62,28 @@ class PlotReport(Extension):
         if postprocess is not None and not callable(postprocess):
             raise TypeError(f"postprocess is a function of figure, axes and means; got {postprocess!r}")
         self.trigger = get_trigger(trigger)
-        self._y_keys = key_list("y_keys", [y_keys] if isinstance(y_keys, str) else y_keys)
-        if not self._y_keys:
+        self.watched_keys = keys = key_list("y_keys", [y_keys] if isinstance(y_keys, str) else y_keys)
+        if not keys:
             raise ValueError("y_keys is at least one key; got []")
+        rule = 'filename is a name in out whose suffix is the format of the image, such as "plot.png"'
+        path = Path(filename) if isinstance(filename, str) else None
+        if path is None or path.name != filename or not path.stem or filename.startswith("."):
+            raise ValueError(f"{rule}; got {filename!r}")
+        formats = _figure_class()().canvas.get_supported_filetypes()
+        self._format = path.suffix[1:].lower()
+        if self._format not in formats:
+            raise ValueError(f"{rule}; got {filename!r}, and the formats are {', '.join(sorted(formats))}")
+        self.writes = (filename,)
         self._x_key = x_key
         self._postprocess = postprocess
-        self._filename = filename
-        self._format = _format_of(filename)
         self._marker = marker
         self._grid = grid
-        self._means = IntervalMeans(self._y_keys)
-        self._points: dict[str, list[tuple[float, float]]] = {key: [] for key in self._y_keys}
+        self._means = IntervalMeans(keys)
+        self._points: dict[str, list[tuple[float, float]]] = {key: [] for key in keys}
         self._warning = OneTimeWarning()
 
-    @property
-    def writes(self) -> Sequence[str]:
-        return (self._filename,)
-
-    @property
-    def watched_keys(self) -> Sequence[str]:
-        return self._y_keys
-
     def identity(self, trainer: Trainer) -> Sequence[str]:
-        return (self._filename, *self._y_keys)
+        return (*self.writes, *self.watched_keys)
 
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
@@ -113,29 +96,23 @@ class PlotReport(Extension):
     def __call__(self, trainer: Trainer) -> None:
         # A loaded interval may have begun with other keys.
         self._add(trainer, {key: mean for key, mean in self._means.end(trainer).items() if key in self._points})
-        updater = trainer.updater
         # A key that is never reported would otherwise go unnoticed.
         missing = [key for key, points in self._points.items() if not points]
         if missing and not trainer.is_rehearsing:  # which raises where one is not reported
             self._warning.give(
-                f"{self._filename} has no point yet for {missing} at iteration {updater.iteration}: reported were "
+                f"{self.writes[0]} has no point yet for {missing} at iteration {trainer.updater.iteration}: reported were "
                 f"{sorted(trainer.observation, key=str)}. Check the keys; use an interval in which they are reported. "
                 "This warning is given once",
             )
 
     def _add(self, trainer: Trainer, means: dict[str, float]) -> None:
-        """Add a point of each key and draw the figure."""
+        """Add a point of each key, and draw the figure."""
         x = trainer.updater.iteration if self._x_key == "iteration" else trainer.updater.epoch_detail
         for key, mean in means.items():
             self._points[key].append((x, mean))
-        if trainer.comm.is_main and any(self._points.values()):
-            image = self._draw(means)
-            with atomic_write(Path(trainer.out) / self._filename) as file:
-                file.write(image)
-
-    def _draw(self, means: dict[str, float]) -> bytes:
-        """Return the image. The figure is not one of pyplot's, whose list and backend stay as they are."""
-        figure = _figure_class()()
+        if not trainer.comm.is_main or not any(self._points.values()):
+            return
+        figure = _figure_class()()  # not one of pyplot's, whose list and backend stay as they are
         axes = figure.add_subplot(111)
         axes.set_xlabel(self._x_key)
         axes.grid(self._grid)
@@ -147,25 +124,14 @@ class PlotReport(Extension):
         legend = axes.legend(bbox_to_anchor=(1.05, 1), loc="upper left", borderaxespad=0)
         image = io.BytesIO()
         figure.savefig(image, format=self._format, bbox_extra_artists=(legend,), bbox_inches="tight")
-        return image.getvalue()
+        with atomic_write(Path(trainer.out) / self.writes[0]) as file:
+            file.write(image.getvalue())
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saved = serializer("points", self._points)
-        self._points = {key: [(x, y) for x, y in saved.get(key, ())] for key in self._y_keys}  # the keys are a setting
+        self._points = {key: [(x, y) for x, y in saved.get(key, ())] for key in self.watched_keys}  # the keys are a setting
         self._warning.serialize(serializer)
         self._means.serialize(serializer)
-
-
-def _format_of(filename: str) -> str:
-    rule = 'filename is a name in out whose suffix is the format of the image, such as "plot.png"'
-    path = Path(filename) if isinstance(filename, str) else None
-    if path is None or path.name != filename or not path.stem or filename.startswith("."):
-        raise ValueError(f"{rule}; got {filename!r}")
-    formats = _figure_class()().canvas.get_supported_filetypes()
-    suffix = path.suffix[1:].lower()
-    if suffix not in formats:
-        raise ValueError(f"{rule}; got {filename!r}, and the formats are {', '.join(sorted(formats))}")
-    return suffix
 
 
 def _figure_class() -> Any:

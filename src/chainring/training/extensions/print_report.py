@@ -9,22 +9,20 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from chainring._messages import showable, warn
 from chainring.training.extension import Extension
-from chainring.training.extensions import _display
 from chainring.training.extensions.log_report import key_list
+from chainring.training.extensions.progress_bar import TextStream, check_stream, is_notebook, terminal_width
+from chainring.training.trainer import Trainer
 from chainring.writers.base import COUNTERS
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
 
 _SECONDS = 0.2  # at least between two updates of a notebook, each of which goes over the network
 _ROWS = 100  # the newest, which each update sends
-_NARROW = 7  # characters of the narrowest column of a narrow terminal
+_WIDE, _NARROW = 10, 7  # characters of the narrowest column, and of that of a narrow terminal
 _ABBREVIATIONS = {"accuracy": "acc", "iteration": "iter", "elapsed_time": "time", "perplexity": "ppl"}
 
 
@@ -43,19 +41,16 @@ class PrintReport(Extension):
         entries: the keys to print as columns; ``None`` takes those of the first row.
         log_report: the name under which the LogReport is registered.
         out: the stream to print to; ``None`` is the current ``sys.stdout``.
-
-    Raises:
-        TypeError: an argument has the wrong type.
     """
 
     skip_on_resume = True
 
     def __init__(
-        self, entries: Iterable[str] | None = None, log_report: str = "LogReport", out: _display.TextStream | None = None
+        self, entries: Iterable[str] | None = None, log_report: str = "LogReport", out: TextStream | None = None
     ) -> None:
         if not isinstance(log_report, str) and not hasattr(log_report, "log"):
             raise TypeError(f'log_report is the name of a LogReport in the trainer, such as "LogReport"; got {log_report!r}')
-        _display.check_stream(out)
+        check_stream(out)
         self._entries = None if entries is None else key_list("entries", entries)
         self._log_report = log_report
         self._out = out
@@ -75,13 +70,8 @@ class PrintReport(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._printed, self._lines, self._keys = 0, None, {}
-        if trainer.comm.is_main:
-            self._report = self._find(trainer)
-            out = self._stream()
-            self._table = _NotebookTable(self._entries, out) if _display.is_notebook(out) else None
-            self._print_new(immediately=True)
-
-    def _find(self, trainer: Trainer) -> Any:
+        if not trainer.comm.is_main:
+            return
         report: Any = self._log_report
         try:
             report = report if hasattr(report, "log") else trainer.get_extension(report)
@@ -90,7 +80,9 @@ class PrintReport(Extension):
             raise KeyError(f"PrintReport shows the rows of a LogReport: {error.args[0]}; {remedy}") from None
         if not hasattr(report, "log"):
             raise TypeError(f"PrintReport shows the rows of a LogReport, and {self._log_report!r} has no log")
-        return report
+        self._report, out = report, self._stream()
+        self._table = _NotebookTable(self._entries, out) if is_notebook(out) else None
+        self._print_new(immediately=True)
 
     def observe_start(self, trainer: Trainer) -> None:
         """Print the row of iteration 0, if the log has one."""
@@ -133,14 +125,16 @@ class PrintReport(Extension):
 
     def _layout(self, keys: list[str]) -> list[list[tuple[str, int]]]:
         """Return columns side by side up to the width of the terminal; further lines begin under the second column."""
-        max_width = _display.terminal_width(self._stream()) or sys.maxsize
-        self._titles, self._is_narrow = {key: key for key in keys}, False
-        if _width_of(columns := _columns(self._titles, 10)) <= max_width:
-            return [columns]
-        self._is_narrow = True
-        for shorten in _SHORTER:
-            self._titles = _distinct(shorten, self._titles)
-            if _width_of(columns := _columns(self._titles, _NARROW)) <= max_width:
+        max_width = terminal_width(self._stream()) or sys.maxsize
+        titles = {key: key for key in keys}
+        for shorten in _SHORTER:  # titles that would become the same stay as they were
+            self._is_narrow = shorten is not str
+            shorter = {key: shorten(title) for key, title in titles.items()}
+            counts = Counter([*shorter.values(), *titles.values()])
+            titles = {key: new if counts[new] == 1 else titles[key] for key, new in shorter.items()}
+            self._titles = titles
+            columns = [(key, max(_NARROW if self._is_narrow else _WIDE, len(title))) for key, title in titles.items()]
+            if _width_of(columns) <= max_width:
                 return [columns]
         lines: list[list[tuple[str, int]]] = [[]]
         for column in columns:
@@ -154,19 +148,23 @@ class PrintReport(Extension):
         for line in self._lines or ():
             text = "  ".join(self._format(key, row.get(key, ""), width).ljust(width) for key, width in line)
             tqdm.write(showable(text.rstrip(), out), file=out)  # steps aside for a progress bar, if there is one
-        _display.flush(out)
+        getattr(out, "flush", lambda: None)()
 
     def _format(self, key: str, value: Any, width: int) -> str:
-        """Return a cell; in a narrow terminal as wide as the column, and a time with its unit."""
+        """Return a cell; in a narrow terminal as wide as the column, and a time as ``12.3 s``, ``12:34`` or ``1:23:45``."""
         if not self._is_narrow or isinstance(value, bool) or not isinstance(value, (int, float)):
             return _format_cell(value)
         if key == "elapsed_time":
-            return _format_time(value)
+            if value < 100:
+                return f"{value:.3g} s"
+            minutes, seconds = divmod(round(value), 60)
+            hours, minutes = divmod(minutes, 60)
+            return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
         if isinstance(value, int):
             return str(value)
         return next((text for digits in (4, 3, 2) if len(text := f"{value:.{digits}g}") <= width), f"{value:.1g}")
 
-    def _stream(self) -> _display.TextStream:
+    def _stream(self) -> TextStream:
         return sys.stdout if self._out is None else self._out
 
 
@@ -216,10 +214,6 @@ class _NotebookTable:
         return "\n".join([*self._notes, *lines])
 
 
-def _columns(titles: Mapping[str, str], narrowest: int) -> list[tuple[str, int]]:
-    return [(key, max(narrowest, len(title))) for key, title in titles.items()]
-
-
 def _width_of(columns: Sequence[tuple[str, int]]) -> int:
     return sum(width + 2 for _, width in columns) - 2
 
@@ -229,31 +223,12 @@ def _without_main(title: str) -> str:
     return "/".join(re.sub(r"^validation(?=_\d+$|$)", "val", part) for part in parts) or title
 
 
-def _abbreviated(title: str) -> str:
-    return "/".join(_ABBREVIATIONS.get(part, part) for part in title.split("/"))
-
-
-def _last_part(title: str) -> str:
-    return title.rpartition("/")[2] or title
-
-
-def _distinct(shorten: Callable[[str], str], titles: Mapping[str, str]) -> dict[str, str]:
-    """Return shorter titles; those that would be the same as another stay as they are."""
-    shorter = {key: shorten(title) for key, title in titles.items()}
-    counts = Counter([*shorter.values(), *titles.values()])
-    return {key: title if title == titles[key] or counts[title] == 1 else titles[key] for key, title in shorter.items()}
-
-
-_SHORTER = (_without_main, _abbreviated, _last_part)
-
-
-def _format_time(seconds: float) -> str:
-    """Return a time as ``12.3 s``, ``12:34`` or ``1:23:45``."""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+_SHORTER: Sequence[Callable[[str], str]] = (
+    str,  # as they are
+    _without_main,
+    lambda title: "/".join(_ABBREVIATIONS.get(part, part) for part in title.split("/")),
+    lambda title: title.rpartition("/")[2] or title,
+)
 
 
 def _format_cell(value: Any) -> str:

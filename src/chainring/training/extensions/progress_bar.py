@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import re
 import shutil
 import sys
@@ -11,20 +12,47 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
 
 from chainring._progress import check_epoch_period, to_fraction
 from chainring.training.extension import Extension
-from chainring.training.extensions import _display
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
+from chainring.training.trainer import Trainer
 
 _SECONDS = 3.0  # refreshed at least so often, however slow the iterations are
 _LINE_SECONDS = 1.0  # at least between two lines of a plain log
 _ECHO = "^C^C"  # of the terminal, behind the bar, when Ctrl-C is pressed
+
+
+class TextStream(Protocol):
+    """A text file, or any object with ``write``."""
+
+    def write(self, text: str, /) -> object: ...
+
+
+def check_stream(out: TextStream | None) -> None:
+    """Raise a `TypeError` if an ``out`` is neither ``None`` nor can be written to."""
+    if out is not None and not callable(getattr(out, "write", None)):
+        raise TypeError(f"out is a text stream, or None for the standard output; got {out!r}")
+
+
+def terminal_width(out: Any) -> int | None:
+    """Return the number of columns of the terminal of a stream; ``None`` if it has none or its width is unknown."""
+    try:
+        return os.get_terminal_size(out.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def is_notebook(out: Any) -> bool:
+    """Return True if the stream is the output of a cell, under which HTML can be shown.
+
+    Spyder and Qt consoles have the same kernel and show text; tqdm recognises them by the same variables.
+    """
+    streams = sys.modules.get("ipykernel.iostream")
+    text_only = any(name == "QT_API" or name.startswith("SPYDER") for name in os.environ)
+    return streams is not None and isinstance(out, streams.OutStream) and not text_only
 
 
 class ProgressBar(Extension):
@@ -46,9 +74,7 @@ class ProgressBar(Extension):
         out: the stream to print to; ``None`` is the current ``sys.stdout``.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: a length or interval is not above 0, or the unit is unknown; at the start of the run, the length is in
-            epochs and the updater does not count epochs.
+        ValueError: when the run starts, the length is in epochs and the updater does not count epochs.
     """
 
     def __init__(
@@ -56,11 +82,14 @@ class ProgressBar(Extension):
         training_length: tuple[float, Literal["iteration", "epoch"]] | None = None,
         update_interval: int = 100,
         bar_length: int = 50,
-        out: _display.TextStream | None = None,
+        out: TextStream | None = None,
     ) -> None:
-        if training_length is not None:
-            _check_length(training_length)
-        _display.check_stream(out)
+        if (length := training_length) is not None:
+            if not isinstance(length, (tuple, list)) or len(length) != 2 or not isinstance(length[0], Real):
+                raise TypeError(f'training_length is (length, "iteration") or (length, "epoch"), got {length!r}')
+            if length[1] not in ("iteration", "epoch") or not 0 < float(length[0]) < math.inf:
+                raise ValueError(f'training_length is a finite number above 0 and "iteration" or "epoch", got {length!r}')
+        check_stream(out)
         for argument, value in (("update_interval", update_interval), ("bar_length", bar_length)):
             if not isinstance(value, int):
                 raise TypeError(f"{argument} is an integer, got {value!r}")
@@ -80,20 +109,12 @@ class ProgressBar(Extension):
         if not trainer.comm.is_main:
             return
         self._trainer = trainer
-        self._total, self._unit = self._find_length(trainer)
-        self._bar = self._make_bar()
-        self._schedule(trainer.updater.iteration)
-
-    def _find_length(self, trainer: Trainer) -> tuple[float | None, str]:
         length: Any = self._training_length
         if length is None:
             length = getattr(trainer.stop_trigger, "get_training_length", lambda: None)()
         elif length[1] == "epoch":
             check_epoch_period(trainer.updater, to_fraction(length[0]))
-        return (None, "iteration") if length is None or length[1] == "second" else length
-
-    def _make_bar(self) -> Any:
-        """Return a bar of tqdm's in a terminal or a notebook; elsewhere lines, with the same text."""
+        self._total, self._unit = (None, "iteration") if length is None or length[1] == "second" else length
         out = sys.stdout if self._out is None else self._out
         make = _bar_class(out)
         bar = f"{{bar:{self._bar_length}}}" if make in (_Bar, None) else "{bar}"
@@ -106,8 +127,10 @@ class ProgressBar(Extension):
             "bar_format": "{desc} [{elapsed}, {rate_fmt}]" if self._total is None else with_total,
         }
         if make is None:
-            return _Lines(out, self._text(), **settings)
-        return make(desc=self._text(), **({"file": out, "leave": False} if make is _Bar else {}), **settings)
+            self._bar = _Lines(out, self._text(), **settings)
+        else:
+            self._bar = make(desc=self._text(), **({"file": out, "leave": False} if make is _Bar else {}), **settings)
+        self._schedule(trainer.updater.iteration)
 
     def _shown_progress(self) -> float:
         """Return the progress as the bar shows it: a last batch that crosses the end of the data fills it, and no more."""
@@ -147,13 +170,6 @@ class ProgressBar(Extension):
             self._show()
             self._bar.close()
             self._bar = None
-
-
-def _check_length(length: Any) -> None:
-    if not isinstance(length, (tuple, list)) or len(length) != 2 or not isinstance(length[0], Real):
-        raise TypeError(f'training_length is (length, "iteration") or (length, "epoch"), got {length!r}')
-    if length[1] not in ("iteration", "epoch") or not 0 < float(length[0]) < math.inf:
-        raise ValueError(f'training_length is a finite number above 0 and "iteration" or "epoch", got {length!r}')
 
 
 @contextmanager
@@ -200,7 +216,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         """Return the line with the bar in its full length, or shorter in a narrow terminal."""
         fields: dict[str, Any] = {**self.format_dict, "ncols": None}
         line = self.format_meter(**fields)
-        width = _display.terminal_width(self.fp) or shutil.get_terminal_size().columns
+        width = terminal_width(self.fp) or shutil.get_terminal_size().columns
         columns = width - 1 - len(_ECHO)  # a full line may wrap
         if len(line) <= columns:
             return line
@@ -210,8 +226,9 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 def _bar_class(out: Any) -> Any:
     """Return the class of a bar on a stream: a widget in a notebook with ipywidgets, ``None`` for plain lines."""
-    in_notebook = _display.is_notebook(out)
-    if not in_notebook and not _display.is_terminal(out):
+    in_notebook = is_notebook(out)
+    is_terminal = bool(getattr(out, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
+    if not in_notebook and not is_terminal:  # where a line cannot be drawn over
         return None
     if not in_notebook or importlib.util.find_spec("ipywidgets") is None:
         return _Bar
@@ -259,4 +276,4 @@ class _Lines:
         elapsed = self._printed - self._began
         line = tqdm.format_meter(self.n, elapsed=elapsed, prefix=self._text, **self._settings)
         print(line, file=self._out)
-        _display.flush(self._out)
+        getattr(self._out, "flush", lambda: None)()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from chainring import _random
@@ -20,10 +20,8 @@ from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training._digests import Batches, StateDigests, read_together
 from chainring.training._ledger import HEAD, LOSS_TYPES, ROWS, Bits, Block, Ledger
 from chainring.training.extension import Extension
+from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
 
 _OTHERS = (".lock", "run.json")  # that every run has in its out
 _LOSSES = 2  # in a row, which with more of them could have more than 48 bytes
@@ -34,18 +32,16 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 class Recorder(Extension):
     """Records fingerprints of every iteration, to compare runs: the loss, the batch, the random numbers, the parameters.
 
-    The file takes at most 48 bytes per iteration: the bits of the loss, and a 64-bit digest of the indices of the batch's
-    examples. Every 32 iterations, and when a snapshot is taken or the run ends, a digest of the states of the random
-    generators is added; when the trigger fires, and before the first update, one of every parameter, buffer and optimizer
-    tensor, which does not depend on how they are sharded. The format is described in the documentation, under "The black
-    box".
+    The file, whose format is described under "The black box", takes at most 48 bytes per iteration: the bits of the loss,
+    and a 64-bit digest of the indices of the batch's examples. Every 32 iterations, and when a snapshot is taken or the run
+    ends, a digest of the states of the random generators is added; when the trigger fires, and before the first update, one
+    of every parameter, buffer and optimizer tensor, which does not depend on how they are sharded.
 
-    - The loss is ``main/loss`` as the updater reports it, and one more key of which the last part is ``loss``, the first
-      in alphabetical order; if the updater reports none, none is recorded. With several ranks, the loss and the
-      generators are those of rank 0.
-    - The indices are those of the whole batch, of all iterators of the updater. For a batch from a loader, which has no
-      indices, the digest is computed from its content: 1,024 evenly spaced numbers of each array on the host. Batches of
-      other iterators, and batches that a loader creates on a device, are not recorded.
+    - The loss is ``main/loss`` as the updater reports it, and the first other key, in alphabetical order, of which the last
+      part is ``loss``. With several ranks, the loss and the generators are those of rank 0.
+    - The indices are those of the whole batch, of all iterators. For a batch from a loader, which has none, the digest is
+      computed from 1,024 evenly spaced numbers of each array on the host. Batches of other iterators, and batches that a
+      loader creates on a device, are not recorded.
 
     Values stay on their device and are read every 32 iterations, and when a snapshot is taken; up to that many iterations
     may be missing from the file of a killed run. A run that resumes from a snapshot truncates the file to it.
@@ -60,8 +56,7 @@ class Recorder(Extension):
         filename: the name of the file in the trainer's ``out``.
 
     Raises:
-        TypeError: the file name or the trigger has the wrong type.
-        ValueError: the trigger's unit or period is invalid, or the file is not in ``out``, or another one of the run.
+        ValueError: the file is not in ``out``, or another one of the run.
     """
 
     priority = 1100  # above FailOnNonNumber, so that the iterations are there with which that ends a run
@@ -83,7 +78,7 @@ class Recorder(Extension):
         self._count = 0  # of these blocks
         self._block: Block | None = None  # the next one, as far as its values have been read
         self._names: list[str] = []  # of the tensors in the digests that were written last
-        self._rows: list[_Row] = []  # whose values have not been read
+        self._rows: list[tuple[list[Any], dict[str, Any]]] = []  # of iterations to be read: ends of the batches, losses
         self._keys: list[str] = []  # of the last observation
         self._losses: list[str] = []  # those of them that are losses
         self._digests: dict[int, StateDigests] = {}  # those neither
@@ -94,36 +89,29 @@ class Recorder(Extension):
         return (self._filename,)
 
     def initialize(self, trainer: Trainer) -> None:
-        self._refuse_a_shared_file(trainer)
-        self._batches = Batches(trainer.updater)
-        self._batch_ends = self._batches.take()
-        if trainer.comm.is_main:
-            self._begin_file(Path(trainer.out))
-        if not trainer.updater.iteration:
-            self._add_digests(trainer)
-
-    def _begin_file(self, out: Path) -> None:
-        """Go on in the file that has the earlier iterations, or in a new one."""
-        make_folder(out, Path(self._filename).parent)
-        path = out / self._filename
-        if not self._file.size:
-            set_rows_aside(path)
-        self._file.begin(path, loss="the recorder continues without its earlier iterations")
-        if not self._file.size:
-            self._file.append(HEAD)
-            self._names, self._count = [], 0
-        if self._block is not None:
-            self._block.number = self._count
-        self._is_writing = True
-        self._write_block()
-
-    def _refuse_a_shared_file(self, trainer: Trainer) -> None:
         for entry in trainer.entries:
             if entry.extension is not self and self._filename in getattr(entry.extension, "writes", ()):
                 raise ValueError(
                     f"extension {entry.name!r} writes {self._filename!r} too; give the Recorder another filename, or leave "
                     "one of them out"
                 )
+        self._batches = Batches(trainer.updater)
+        self._batch_ends = self._batches.take()
+        if trainer.comm.is_main:  # go on in the file that has the earlier iterations, or in a new one
+            path = Path(trainer.out) / self._filename
+            make_folder(Path(trainer.out), Path(self._filename).parent)
+            if not self._file.size:
+                set_rows_aside(path)
+            self._file.begin(path, loss="the recorder continues without its earlier iterations")
+            if not self._file.size:
+                self._file.append(HEAD)
+                self._names, self._count = [], 0
+            if self._block is not None:
+                self._block.number = self._count
+            self._is_writing = True
+            self._write_block()
+        if not trainer.updater.iteration:
+            self(trainer)
 
     def observe(self, trainer: Trainer) -> None:
         iteration = trainer.updater.iteration
@@ -135,22 +123,25 @@ class Recorder(Extension):
                 "update() of your own must add 1 to it"
             )
         # The block of the iteration before is complete now, and not then: its digests came after its row.
-        if self._last and (iteration % ROWS == 1 or iteration != self._last + 1):
-            self._close_block()
+        is_complete = self._last and (iteration % ROWS == 1 or iteration != self._last + 1)
+        if is_complete and (block := self._read()) is not None:
+            if self._last % ROWS:  # a snapshot may have been taken there, and is in another run taken elsewhere
+                block.generators = 0
+            self._file.append(block.encode(self._names))
+            self._count += 1
+            self._names = next((list(names) for names, _ in reversed(block.digests.values())), self._names)
+            self._block = None
         self._last = iteration
         reported = trainer.reported
         if list(reported.values) != self._keys:
             self._keys = list(reported.values)
-            self._losses = _find_losses(self._keys)
-        losses = [reported[name] for name in self._losses]
+            losses = [key for key in self._keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
+            self._losses = sorted(losses, key=lambda key: (key != "main/loss", key))  # those first that are recorded
         assert self._batches is not None
-        self._rows.append(_Row(iteration, self._batches.take(), self._losses, losses))
+        self._rows.append((self._batches.take(), {name: reported[name] for name in self._losses}))
         self._generators = 0 if iteration % ROWS else _random.digest_generators()
 
     def __call__(self, trainer: Trainer) -> None:
-        self._add_digests(trainer)
-
-    def _add_digests(self, trainer: Trainer) -> None:
         digests = StateDigests(trainer.updater, trainer.comm)
         if self._is_writing:
             self._digests[trainer.updater.iteration] = digests
@@ -158,31 +149,36 @@ class Recorder(Extension):
     def _read(self) -> Block | None:
         """Read what waits on a device, and return the block that is not complete; ``None`` if it has no row yet."""
         if self._rows and self._block is None:
-            self._block = Block(self._count, self._rows[0].iteration)
-        if self._block is not None and (self._rows or self._digests):
-            losses, digests = _Losses([row.find_losses() for row in self._rows]), self._digests.values()
-            values = iter(read_together([*losses.bits, *(sums for digest in digests for sums in digest.sums)]))
-            all_bits = losses.finish([next(values) for _ in losses.bits])
-            assert self._batches is not None
-            for row, bits in zip(self._rows, all_bits, strict=True):
-                batch = self._batches.digest(self._batch_ends, row.batch_ends)
-                self._block.add_row(batch, bits)
-                self._batch_ends = row.batch_ends
-            if self._rows:
-                self._block.generators = self._generators
-            for iteration, digest in self._digests.items():
-                self._block.digests[iteration] = digest.names, digest.finish([next(values) for _ in digest.sums])
-            self._rows, self._digests = [], {}
+            self._block = Block(self._count, self._last + 1 - len(self._rows))
+        if self._block is None or not (self._rows or self._digests):
+            return self._block
+        all_losses: list[dict[str, Bits]] = []
+        groups = defaultdict[tuple[torch.dtype, torch.device], list[tuple[dict[str, Bits], str, Tensor]]](list)
+        for _, reported in self._rows:
+            losses: dict[str, Bits] = {}
+            for name, value in reported.items():
+                number = value[0] if type(value) is tuple and len(value) == 2 else value
+                if len(losses) < _LOSSES and is_scalar(number):
+                    losses[name] = 0, 0
+                    tensor = _as_tensor(number)
+                    groups[tensor.dtype, tensor.device].append((losses, name, tensor))
+            all_losses.append(losses)
+        stacked = [torch.stack([tensor for _, _, tensor in group]) for group in groups.values()]
+        bits = [values.view(_INTEGERS[values.dtype.itemsize]) for values in stacked]
+        integers = iter(read_together([*bits, *(sums for digests in self._digests.values() for sums in digests.sums)]))
+        for (dtype, _), group in groups.items():
+            for (losses, name, _), number in zip(group, next(integers).tolist(), strict=True):
+                losses[name] = number & (1 << 8 * dtype.itemsize) - 1, _TYPES[dtype]
+        assert self._batches is not None
+        for (batch_ends, _), losses in zip(self._rows, all_losses, strict=True):
+            self._block.add_row(self._batches.digest(self._batch_ends, batch_ends), losses)
+            self._batch_ends = batch_ends
+        if self._rows:
+            self._block.generators = self._generators
+        for iteration, digests in self._digests.items():
+            self._block.digests[iteration] = digests.names, digests.finish([next(integers) for _ in digests.sums])
+        self._rows, self._digests = [], {}
         return self._block
-
-    def _close_block(self) -> None:
-        if (block := self._read()) is not None:
-            if self._last % ROWS:  # a snapshot may have been taken there, and is in another run taken elsewhere
-                block.generators = 0
-            self._file.append(block.encode(self._names))
-            self._count += 1
-            self._names = next((list(names) for names, _ in reversed(block.digests.values())), self._names)
-            self._block = None
 
     def finalize(self) -> None:
         if self._is_writing:
@@ -218,57 +214,6 @@ class Recorder(Extension):
                 self._file, self._count = AppendOnly.restore(in_file, serializer.directory), in_file[3]
             elif content is not None and content[0] is not None:
                 self._file, self._count = AppendOnly.of(content[0]), content[1]
-
-
-class _Row(NamedTuple):
-    """What is taken of an iteration, in as little time as possible, before it is read and digested."""
-
-    iteration: int
-    batch_ends: list[Any]
-    names: list[str]
-    values: list[Any]
-
-    def find_losses(self) -> dict[str, Any]:
-        """Return the losses that are recorded."""
-        losses: dict[str, Any] = {}
-        for name, value in zip(self.names, self.values, strict=True):
-            number = value[0] if type(value) is tuple and len(value) == 2 else value
-            if len(losses) < _LOSSES and is_scalar(number):
-                losses[name] = number
-        return losses
-
-
-def _find_losses(keys: Sequence[str]) -> list[str]:
-    """Return the keys that are losses, those first that are recorded rather than others."""
-    losses = [key for key in keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
-    return sorted(losses, key=lambda key: (key != "main/loss", key))
-
-
-class _Losses:
-    """The losses of some iterations, which are read together.
-
-    Attributes:
-        bits: integers on the devices, from which `finish` makes the losses.
-    """
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._rows = rows
-        groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, str, Tensor]]] = {}
-        for index, row in enumerate(rows):
-            for name, value in row.items():
-                tensor = _as_tensor(value)
-                groups.setdefault((tensor.dtype, tensor.device), []).append((index, name, tensor))
-        self._groups = [(dtype, [(index, name) for index, name, _ in group]) for (dtype, _), group in groups.items()]
-        stacked = [torch.stack([tensor for _, _, tensor in group]) for group in groups.values()]
-        self.bits = [values.view(_INTEGERS[values.dtype.itemsize]) for values in stacked]
-
-    def finish(self, integers: Sequence[NDArray[np.int64]]) -> list[dict[str, Bits]]:
-        """Return the losses of each iteration by name."""
-        losses: list[dict[str, Bits]] = [dict.fromkeys(row, (0, 0)) for row in self._rows]
-        for (dtype, cells), values in zip(self._groups, integers, strict=True):
-            for (index, name), bits in zip(cells, values.tolist(), strict=True):
-                losses[index][name] = bits & (1 << 8 * dtype.itemsize) - 1, _TYPES[dtype]
-        return losses
 
 
 def _as_tensor(value: Any) -> Tensor:

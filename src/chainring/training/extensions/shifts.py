@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from chainring._checks import is_number
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
-from chainring.training.extensions._param_groups import (
+from chainring.training.extensions.lr_scheduler import (
     OptimizerLike,
     are_equal,
     constructed_settings,
@@ -20,9 +20,7 @@ from chainring.training.extensions._param_groups import (
     name_of,
     set_value,
 )
-
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
+from chainring.training.trainer import Trainer
 
 
 class Shift(Extension):
@@ -172,7 +170,6 @@ class ExponentialShift(Shift):
         optimizer: the optimizer, or its name in the updater; ``None`` is the updater's main optimizer.
 
     Raises:
-        TypeError: a setting has the wrong type.
         ValueError: ``rate`` is below 0, ``target`` cannot be reached; or, when the run starts, the groups lack the
             attribute, or have different values of it and ``init`` is not given.
     """
@@ -198,9 +195,6 @@ class InverseShift(Shift):
         gamma: 0 or above.
         power: the negative exponent; if it is below 0 the attribute grows.
         attr, init, target, optimizer: as for `ExponentialShift`.
-
-    Raises:
-        TypeError, ValueError: ``gamma`` is below 0; or as for `ExponentialShift`.
     """
 
     def __init__(
@@ -234,9 +228,6 @@ class LinearShift(Shift):
         value_range: the first and the second value.
         time_range: the numbers of calls at which the change begins and ends.
         attr, optimizer: as for `ExponentialShift`.
-
-    Raises:
-        TypeError, ValueError: the second time lies before the first; or as for `ExponentialShift`.
     """
 
     def __init__(
@@ -272,9 +263,6 @@ class MultistepShift(Shift):
         gamma: 0 or above.
         step_value: the calls at which it is multiplied, in ascending order; a repeated number counts twice.
         attr, init, optimizer: as for `ExponentialShift`.
-
-    Raises:
-        TypeError, ValueError: ``gamma`` is below 0, a step is below 1, or they do not ascend; or as for `ExponentialShift`.
     """
 
     def __init__(
@@ -306,9 +294,6 @@ class PolynomialShift(Shift):
         max_count: the number of calls until it is 0.
         target: the value at which the shift ends; ``None`` means 0.
         attr, init, optimizer: as for `ExponentialShift`.
-
-    Raises:
-        TypeError, ValueError: ``rate`` is below 0, ``max_count`` is below 1; or as for `ExponentialShift`.
     """
 
     def __init__(
@@ -339,9 +324,6 @@ class StepShift(Shift):
         gamma: 0 or above.
         step: the number of calls between two multiplications.
         attr, init, target, optimizer: as for `ExponentialShift`.
-
-    Raises:
-        TypeError, ValueError: ``gamma`` is below 0, ``step`` is below 1; or as for `ExponentialShift`.
     """
 
     def __init__(
@@ -376,9 +358,6 @@ class WarmupShift(Shift):
         warmup_iter: the number of calls of the warmup.
         init: the value after the warmup; ``None`` takes the current value of the groups.
         attr, optimizer: as for `ExponentialShift`.
-
-    Raises:
-        TypeError, ValueError: ``warmup_iter`` is below 1; or as for `ExponentialShift`.
     """
 
     def __init__(

@@ -1,0 +1,373 @@
+"""Extensions that report values, or keep the best: observe_value, MicroAverage, ParameterStatistics, BestValue, ..."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chainring._distributed.sharding import fsdp_modules, reshard, to_full
+from chainring._messages import OneTimeWarning
+from chainring._naming import name_cleaner, name_of_model
+from chainring.reporting.reporter import report
+from chainring.reporting.summary import DictMeans, MeanSummary, is_scalar
+from chainring.serializers.protocol import AbstractSerializer, Serializer
+from chainring.training.extension import PRIORITY_EDITOR, PRIORITY_WRITER, Extension, make_extension
+from chainring.training.trainer import Trainer
+from chainring.training.triggers import TriggerLike, get_trigger
+from chainring.training.triggers.best_value import BestMean
+
+
+class BestValue(BestMean, Extension):
+    """Keeps the best mean of a reported value so far, and the iteration and epoch in which it was reached.
+
+    In every iteration it adds the value, if it was reported before this extension runs, to a mean with the weight of the
+    update. When its trigger fires, it compares the mean since the last firing with the best so far, as `BestValueTrigger`
+    does: an equal mean is not better, and NaN never is. A resumed run continues with the saved best value.
+
+    Example::
+
+        best = extensions.BestValue("validation/main/loss", lambda best, new: new < 0.99 * best)
+        trainer.extend(best)
+        trainer.run()
+        print(best.best_value, best.best_iteration, best.best_epoch)
+
+    Args:
+        key: the key of the value in the observation, such as ``"validation/main/loss"``; the value is a scalar.
+        compare: called with the best mean so far and the new one; returns True if the new one is better.
+        trigger: when to compare. ``extend(BestValue(...), trigger=t)`` means the same and takes precedence.
+    """
+
+    default_name = "best_value"
+
+    def forget(self) -> None:
+        super().forget()
+        self._reached = 0, 0  # the iteration and the epoch of the best mean
+
+    @property
+    def best_value(self) -> float:
+        """The best mean so far; like the other two properties, it raises a `RuntimeError` if there is none yet."""
+        return self._require_best()
+
+    @property
+    def best_iteration(self) -> int:
+        """The iteration in which the best mean was reached."""
+        self._require_best()
+        return self._reached[0]
+
+    @property
+    def best_epoch(self) -> int:
+        """The number of completed epochs when the best mean was reached."""
+        self._require_best()
+        return self._reached[1]
+
+    def _require_best(self) -> float:
+        if self._best is None:
+            raise RuntimeError(f"there is no best value of {self.key!r} yet: its trigger has not fired with one")
+        return self._best
+
+    def observe(self, trainer: Trainer) -> None:
+        self._means.observe(trainer)
+
+    def __call__(self, trainer: Trainer) -> None:
+        updater = trainer.updater
+        mean = self._means.end(trainer).get(self.key)
+        if mean is None:
+            self._warning.give(
+                f"{type(self).__name__} has nothing to compare at iteration {updater.iteration}: since its interval began, "
+                f"{self.key!r} was not reported as a single number; reported now are "
+                f"{sorted(trainer.observation, key=str)}. This warning is given once; check the key",
+            )
+        elif self.improve(mean):
+            self._reached = updater.iteration, updater.epoch
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        best = serializer("best", None if self._best is None else [self._best, *self._reached])
+        if not isinstance(serializer, Serializer):
+            self._best, *reached = best or (None, 0, 0)
+            self._reached = tuple(reached)
+        self.visit_interval(serializer)
+
+
+class MaxValue(BestValue):
+    """Keeps the greatest mean of a reported value so far; otherwise like `BestValue`.
+
+    Example::
+
+        trainer.extend(extensions.MaxValue("validation/main/accuracy"))
+
+    Args:
+        key, trigger: as for `BestValue`.
+    """
+
+    default_name = "max_value"
+
+    def __init__(self, key: str, trigger: TriggerLike = (1, "epoch")) -> None:
+        super().__init__(key, operator.lt, trigger)
+
+
+class MinValue(BestValue):
+    """Keeps the least mean of a reported value so far; otherwise like `BestValue`.
+
+    Example::
+
+        trainer.extend(extensions.MinValue("validation/main/loss"))
+
+    Args:
+        key, trigger: as for `BestValue`.
+    """
+
+    default_name = "min_value"
+
+    def __init__(self, key: str, trigger: TriggerLike = (1, "epoch")) -> None:
+        super().__init__(key, operator.gt, trigger)
+
+
+class MicroAverage(Extension):
+    """Reports the sum of one reported value divided by the sum of another, both since it last fired.
+
+    It observes each iteration in which both are reported, and reads no value from its device before it fires. If
+    the denominators sum to zero, the result is NaN. An interval in which the two were not reported together has no
+    result; the first one gives a warning.
+
+    Example::
+
+        trainer.extend(extensions.MicroAverage("main/correct", "main/words", "main/accuracy"))
+
+    Args:
+        numerator_key: the key of the numerator; a scalar.
+        denominator_key: the key of the denominator.
+        result_key: the key under which the ratio is reported.
+        trigger: when to report. ``extend(MicroAverage(...), trigger=t)`` means the same and takes precedence.
+    """
+
+    priority = PRIORITY_EDITOR
+
+    def __init__(
+        self, numerator_key: str, denominator_key: str, result_key: str, trigger: TriggerLike = (1, "epoch")
+    ) -> None:
+        for key in (numerator_key, denominator_key, result_key):
+            if not isinstance(key, str):
+                raise TypeError(f'a key is that of a reported value, such as "main/correct"; got {key!r}')
+        self.keys = numerator_key, denominator_key
+        self.result_key = result_key
+        self.trigger = get_trigger(trigger)
+        self._sums = MeanSummary(), MeanSummary()
+        self._warning = OneTimeWarning()
+
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        return self.keys
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return (self.result_key, *self.keys)
+
+    def observe(self, trainer: Trainer) -> None:
+        if trainer.comm.rank > 0 and getattr(trainer.updater, "virtual_ranks", None) is not None:
+            return  # what virtual ranks report is on every rank the mean of all of them, of which one counts
+        values: list[Any] = [trainer.observation.get(key) for key in self.keys]
+        if all(map(is_scalar, values)):
+            for summary, value in zip(self._sums, values, strict=True):
+                summary.add(value)
+
+    def __call__(self, trainer: Trainer) -> None:
+        numerator, denominator = (summary.over_ranks(trainer.comm).compute_sum() for summary in self._sums)
+        self._sums = MeanSummary(), MeanSummary()
+        if numerator is not None:
+            report({self.result_key: numerator / denominator if denominator else math.nan})
+        elif not trainer.is_rehearsing:  # which raises where a key is not reported
+            first, second = self.keys
+            self._warning.give(
+                f"MicroAverage has nothing to report as {self.result_key!r} at iteration {trainer.updater.iteration}: since "
+                f"its interval began {first!r} and {second!r} were not reported together, as single numbers; reported now "
+                f"are {sorted(trainer.observation)}. This warning is given once; check the keys",
+            )
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        saved_keys = serializer("keys", list(self.keys))
+        self._warning.serialize(serializer)
+        for name, summary in zip(("numerator", "denominator"), self._sums, strict=True):
+            summary.serialize(serializer[name])
+        if not isinstance(serializer, Serializer) and list(saved_keys) != list(self.keys):
+            self._sums = MeanSummary(), MeanSummary()  # settings are never state: sums of other values say nothing
+
+
+def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
+    """Return an extension that reports the result of a function of the trainer, by default after every epoch.
+
+    Example::
+
+        trainer.extend(extensions.observe_value("momentum", lambda trainer: optimizer.param_groups[0]["momentum"]))
+
+    Args:
+        observation_key: the key under which it is reported.
+        target_func: called with the trainer; returns the value.
+    """
+    _check_key(observation_key)
+    if not callable(target_func):
+        raise TypeError(f"target_func is called with the trainer, got {target_func!r}; write lambda trainer: ...")
+
+    @make_extension(trigger=(1, "epoch"), default_name="observe_value", priority=PRIORITY_WRITER)
+    def observe(trainer: Trainer) -> None:
+        report({observation_key: target_func(trainer)})
+
+    return observe
+
+
+def observe_lr(optimizer_name: str = "main", observation_key: str = "lr") -> Callable[[Trainer], Any]:
+    """Return an extension that reports the learning rate of an optimizer, by default after every epoch.
+
+    It is the learning rate of the last update, because schedulers and shifts run later in the iteration. With several
+    parameter groups, those after the first are reported as ``lr/1``, ``lr/2`` and so on.
+
+    Example::
+
+        trainer.extend(extensions.observe_lr())
+
+    Args:
+        optimizer_name: the name of the optimizer in the updater; an unknown name is refused when the run starts.
+        observation_key: the key under which it is reported.
+    """
+    _check_key(observation_key)
+    if not isinstance(optimizer_name, str):
+        raise TypeError(f'optimizer_name is that of an optimizer in the updater, such as "main"; got {optimizer_name!r}')
+
+    def initialize(trainer: Trainer) -> None:
+        trainer.updater.get_optimizer(optimizer_name)
+
+    @make_extension((1, "epoch"), "observe_lr", PRIORITY_WRITER, initializer=initialize)
+    def observe(trainer: Trainer) -> None:
+        groups = trainer.updater.get_optimizer(optimizer_name).param_groups
+        keys = [observation_key, *(f"{observation_key}/{index}" for index in range(1, len(groups)))]
+        report({key: group["lr"] for key, group in zip(keys, groups, strict=True)})
+
+    return observe
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f'observation_key is the key of a reported value, such as "lr"; got {key!r}')
+
+
+Statistic = Callable[[Tensor], Any]
+"""A function of a tensor of one dimension, float32 or float64, to a number, a 0-d tensor, or a 1-d tensor of several."""
+
+
+class ParameterStatistics(Extension):
+    """Reports statistics of the parameters and gradients of models, averaged over the updates of an interval.
+
+    The keys are ``<prefix>/<model>/<parameter>/<data or grad>/<statistic>``, for example
+    ``main/predictor/weight/grad/std``; a statistic of several numbers has one key for each, with ``/0``, ``/1``, ... They
+    are reported in the iteration in which the trigger fires, so that a `LogReport` includes them. Statistics are computed
+    on the device after every update, which is expensive for large models, and read from it when the trigger fires.
+
+    Gradients are those that the optimizer has used; a parameter without a gradient is left out in that update.
+
+    Example::
+
+        percentiles = {"percentile": lambda x: x.quantile(x.new_tensor([0.05, 0.95]))}
+        trainer.extend(extensions.ParameterStatistics(model, {**ParameterStatistics.default_statistics, **percentiles}))
+
+    Args:
+        models: the model, called ``"main"``, or a mapping of several by name.
+        statistics: functions by name, each called with a tensor flattened to one dimension; by default
+            ``default_statistics``.
+        report_params, report_grads: False to leave out parameters or gradients.
+        prefix: the first part of all keys.
+        trigger: when means are reported. ``extend(..., trigger=t)`` means the same and takes precedence.
+
+    Attributes:
+        default_statistics: ``mean``, ``std``, ``min``, ``max``, and the number of ``zeros``.
+    """
+
+    priority = PRIORITY_WRITER
+    skip_on_resume = True
+    default_statistics: Mapping[str, Statistic] = MappingProxyType(
+        {
+            "mean": torch.mean,
+            "std": lambda values: values.std(correction=0),
+            "min": torch.min,
+            "max": torch.max,
+            "zeros": lambda values: (values == 0).sum(),
+        }
+    )
+
+    def __init__(
+        self,
+        models: nn.Module | Mapping[str, nn.Module],
+        statistics: Mapping[str, Statistic] | None = None,
+        report_params: bool = True,
+        report_grads: bool = True,
+        prefix: str | None = None,
+        trigger: TriggerLike = (1, "epoch"),
+    ) -> None:
+        self._models: dict[str, nn.Module] = dict(models) if isinstance(models, Mapping) else {"main": models}
+        for name, model in self._models.items():
+            if not isinstance(model, nn.Module):
+                rule = "ParameterStatistics takes the model first, an nn.Module, or a mapping of several by name"
+                raise TypeError(f"{rule}; model {name!r} is {type(model).__name__}")
+        if not self._models:
+            raise ValueError("models is a model, or a mapping of at least one by name; got an empty mapping")
+        if not report_params and not report_grads:
+            raise ValueError("there is nothing to report; leave report_params or report_grads True")
+        self.trigger = get_trigger(trigger)
+        self._statistics: dict[str, Statistic] = {}
+        self._attributes = ["data"] * report_params + ["grad"] * report_grads
+        self._prefix = "" if prefix is None else f"{prefix}/"
+        self._summary = DictMeans()
+        for name, function in (self.default_statistics if statistics is None else statistics).items():
+            self.register_statistics(name, function)
+
+    def register_statistics(self, name: str, function: Statistic) -> None:
+        """Add a statistic, or replace the one of that name."""
+        if not callable(function):
+            raise TypeError(f"statistic {name!r} is a function of a tensor, got {function!r}")
+        self._statistics[name] = function
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        models = trainer.updater.get_all_models()
+        return (*(name_of_model(model, models) for model in self._models.values()), self._prefix, *self._attributes)
+
+    def observe(self, trainer: Trainer) -> None:
+        values: dict[str, Any] = {}
+        with torch.no_grad():
+            for path, tensor in self._tensors():
+                memory = tensor.untyped_storage().data_ptr()
+                for name, function in self._statistics.items():
+                    value = function(tensor)
+                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
+                        value = value.clone()  # a view of the parameter, which the next step changes
+                    if getattr(value, "ndim", 0):
+                        values |= {f"{path}/{name}/{index}": item for index, item in enumerate(value.reshape(-1))}
+                    else:
+                        values[f"{path}/{name}"] = value
+        if trainer.comm.is_main:  # they are the same on all ranks, and count once
+            self._summary.add(values)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor that is not empty, in one dimension and as float32 or wider, with the beginning of its keys."""
+        for name, model in self._models.items():
+            clean = name_cleaner(model)
+            reshard(fsdp_modules(model))  # an evaluation leaves parameters gathered, which have no gradients then
+            for path, parameter in model.named_parameters():
+                for attribute in self._attributes:
+                    tensor = parameter.detach() if attribute == "data" else parameter.grad
+                    if tensor is None or not tensor.numel():
+                        continue
+                    whole = to_full(tensor)
+                    dense = whole.to_dense() if whole.layout != torch.strided else whole
+                    real = torch.view_as_real(dense) if dense.is_complex() else dense
+                    numbers = real.reshape(-1).to(torch.promote_types(real.dtype, torch.float32))
+                    yield f"{self._prefix}{name}/{clean(path).replace('.', '/')}/{attribute}", numbers
+
+    def __call__(self, trainer: Trainer) -> None:
+        summary, self._summary = self._summary, DictMeans()
+        report(summary.over_ranks(trainer.comm).compute_mean())
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        self._summary.serialize(serializer["summary"])
