@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from chainring import report, training
 from chainring.iterators import SerialIterator
-from chainring.training.extensions.dump_graph import dump_graph
+from chainring.training.extensions import dump_graph
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from chainring.training.extensions.dump_graph import DumpGraph, dump_graph
 from chainring.training.extensions.evaluator import Evaluator
 from chainring.training.extensions.exponential_moving_average import ExponentialMovingAverage
 from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
 from chainring.training.extensions.log_report import LogReport
 from chainring.training.extensions.lr_scheduler import LRScheduler
 from chainring.training.extensions.performance import Profiler, SystemMetrics, Throughput
-from chainring.training.extensions.plot_report import PlotReport
+from chainring.training.extensions.pictures import DumpGraph, PlotReport, dump_graph
 from chainring.training.extensions.print_report import PrintReport
 from chainring.training.extensions.progress_bar import ProgressBar
 from chainring.training.extensions.recorder import Recorder

@@ -81,6 +81,7 @@ class LogReport(Extension):
 
     skip_on_resume = True
     writes: Sequence[str] = ()
+    watched_keys: Sequence[str] = ()
 
     def __init__(
         self,
@@ -94,22 +95,23 @@ class LogReport(Extension):
             raise TypeError(f"postprocess is a function of a row, got {postprocess!r}")
         if filename is not None and (not isinstance(filename, str) or not filename):
             raise TypeError(f'filename is a name in out, such as "log", or None for no file; got {filename!r}')
-        listed_writers = list(writers) if isinstance(writers, Iterable) else [writers]
-        for writer in listed_writers:
+        listed: list[RecordWriter] = list(writers) if isinstance(writers, Iterable) else [writers]
+        for writer in listed:
             if isinstance(writer, type) or not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
                 raise TypeError(f"writers is a list of Writers, each with write(record) and close(); got {writers!r}")
         self.trigger = get_trigger(trigger)
-        self._keys = None if keys is None else key_list("keys", keys)
-        self._means = IntervalMeans(self._keys)
+        averaged = None if keys is None else key_list("keys", keys)
+        self.watched_keys = [key for key in averaged or () if key not in COUNTERS]
+        self._means = IntervalMeans(averaged)
         self._postprocess = postprocess
         self._filename = filename
         self._rows = _Rows(filename)
         self._media = _Media(None if filename is None else f"{filename}.media.jsonl")
-        self._writers: list[RecordWriter] = listed_writers
+        self._writers = listed
         self._open: list[RecordWriter] = []
         self._working: list[RecordWriter] = []
         files = [] if filename is None else [filename, f"{filename}.jsonl", f"{filename}.media.jsonl"]
-        self.writes = names = [*files, *(name for writer in listed_writers for name in getattr(writer, "writes", ()))]
+        self.writes = names = [*files, *(name for writer in listed for name in getattr(writer, "writes", ()))]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ValueError(f"a log and its writers must write different files; more than one would write {twice}")
 
@@ -120,10 +122,6 @@ class LogReport(Extension):
     def rows_from(self, number: int) -> list[dict[str, Any]]:
         """Return the rows from a number on, counted from 0, without reading the file if they are in memory."""
         return self._rows.since(number)
-
-    @property
-    def watched_keys(self) -> Sequence[str]:
-        return [key for key in self._keys or () if key not in COUNTERS]
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return () if self._filename is None else (self._filename,)
@@ -178,7 +176,7 @@ class LogReport(Extension):
 
     def finalize(self) -> None:
         self._media.close()
-        self._rows.close()
+        self._rows.update_array()
         for writer in self._open:
             try:
                 with _random.preserve_host_rng():
@@ -242,7 +240,8 @@ class _Rows:
         if not self._file.begin(path, b"".join(map(_line, self._recent)), loss=loss):
             self._stored, self.count = AppendOnly(), len(self._recent)
         self._stored.path = path
-        self._replace_array()
+        self._is_stale = True
+        self.update_array()
 
     def _keep_in_memory(self) -> None:
         self._recent, self._stored = self.all, AppendOnly()
@@ -257,18 +256,16 @@ class _Rows:
         self._file.append(_line(row))
         self._is_stale = True
         if self._file.size <= _SMALL or time.monotonic() >= self._replaced_at + max(_SECONDS, self._pause):
-            self._replace_array()
+            self.update_array()
         if self._file.size - self._stored.size > _SMALL:
             self._stored, self._recent = replace(self._file), []
 
-    def close(self) -> None:
+    def update_array(self) -> None:
         """Bring the array up to date."""
-        if self._is_stale:
-            self._replace_array()
-
-    def _replace_array(self) -> None:
         began, file = time.monotonic(), self._file
-        if file.path is None or not is_regular(file.path) or os.path.getsize(file.path) < file.size:
+        if not self._is_stale or file.path is None:
+            return
+        if not is_regular(file.path) or os.path.getsize(file.path) < file.size:
             return  # a person has removed it or cut it off: the array stays as it was
         with atomic_write(self._array) as array:
             array.write(b"[\n" if file.size else b"[")
@@ -282,8 +279,8 @@ class _Rows:
         """Save or load the rows; a snapshot beside their file has its length instead, and their number."""
         rows = in_file = None
         if isinstance(serializer, Serializer):
-            if self._is_stale and time.monotonic() >= self._replaced_at + self._pause:
-                self._replace_array()
+            if time.monotonic() >= self._replaced_at + self._pause:
+                self.update_array()
             if (state := self._file.state(serializer.directory, serializer.refer)) is None:
                 rows = self.all
             else:

@@ -72,6 +72,7 @@ class LRScheduler(Extension):
 
     trigger = (1, "epoch")
     skip_on_resume = True
+    watched_keys: Sequence[str] = ()
 
     def __init__(self, scheduler: Scheduler, *, monitor: str | None = None) -> None:
         name, is_class = type(scheduler).__name__, isinstance(scheduler, type)
@@ -88,6 +89,7 @@ class LRScheduler(Extension):
             raise ValueError(f"{name} does not step by a value, so monitor={monitor!r} would do nothing; leave it out")
         self.scheduler: Any = scheduler
         self.monitor = monitor
+        self.watched_keys = () if monitor is None else (monitor,)
         self._optimizer = getattr(scheduler, "optimizer", None)
         self._made_state = copy_value(_state_of(scheduler))
         self._made = copy_settings(self._optimizer)
@@ -97,10 +99,6 @@ class LRScheduler(Extension):
         self._means = IntervalMeans([monitor] if monitor else [])
         self._warning = OneTimeWarning()
         self._has_stepped = False
-
-    @property
-    def watched_keys(self) -> Sequence[str]:
-        return () if self.monitor is None else (self.monitor,)
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return (name_of(self._optimizer, trainer.updater), _class_name(self.scheduler), self.monitor or "")

@@ -147,6 +147,7 @@ class MicroAverage(Extension):
     """
 
     priority = PRIORITY_EDITOR
+    watched_keys: Sequence[str] = ()
 
     def __init__(
         self, numerator_key: str, denominator_key: str, result_key: str, trigger: TriggerLike = (1, "epoch")
@@ -154,15 +155,11 @@ class MicroAverage(Extension):
         for key in (numerator_key, denominator_key, result_key):
             if not isinstance(key, str):
                 raise TypeError(f'a key is that of a reported value, such as "main/correct"; got {key!r}')
-        self.keys = numerator_key, denominator_key
+        self.watched_keys = self.keys = numerator_key, denominator_key
         self.result_key = result_key
         self.trigger = get_trigger(trigger)
         self._sums = MeanSummary(), MeanSummary()
         self._warning = OneTimeWarning()
-
-    @property
-    def watched_keys(self) -> Sequence[str]:
-        return self.keys
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return (self.result_key, *self.keys)
