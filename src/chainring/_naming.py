@@ -71,11 +71,6 @@ def submodules(model: nn.Module) -> list[nn.Module]:
     return list(visited)
 
 
-def has_buffers(model: nn.Module) -> bool:
-    """Return whether a model has buffers, also where they are ``None``."""
-    return any(module._buffers for module in submodules(model))
-
-
 def _wrapped_attribute(cls: type, wrappers: dict[str, str]) -> str | None:
     return next((wrappers[base.__name__] for base in cls.__mro__ if base.__name__ in wrappers), None)
 

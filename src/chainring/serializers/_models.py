@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from chainring._distributed.sharding import is_sharded, shard_like
-from chainring._naming import has_buffers, name_cleaner, parameter_names, submodules
+from chainring._naming import name_cleaner, parameter_names, submodules
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional
 
 Layouts = dict[str, Any]
@@ -34,7 +34,7 @@ def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 def buffer_layouts(model: nn.Module) -> Layouts:
     """Return the dtype and shape of each saved buffer of a model."""
-    if not has_buffers(model):
+    if not any(module._buffers for module in submodules(model)):
         return {}
     return {path: _layout_of(module._buffers[name]) for path, (module, name) in _buffers(model).items()}
 
