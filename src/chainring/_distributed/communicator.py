@@ -86,12 +86,13 @@ class Communicator:
         store.set(RUNNING_ALONE, rank)
         alone, until = store.add(f"{RUNNING_ALONE}/count", 1), time.monotonic() + (0 if _has_looked else _PATIENCE)
         _has_looked = True
-        while not _is_alone:
-            if store.add(WAITING, 0):
-                raise ValueError(describe_alone(rank))
-            _is_alone = alone >= count or time.monotonic() > until
-            time.sleep(0 if _is_alone else 0.05)
+        while not store.add(WAITING, 0):
+            if alone >= count or time.monotonic() > until:
+                _is_alone = True
+                return
+            time.sleep(0.05)
             alone = store.add(f"{RUNNING_ALONE}/count", 0)
+        raise ValueError(describe_alone(rank))
 
     def end(self) -> None:
         """End a run."""

@@ -211,21 +211,14 @@ def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
     regions = [region for region in regions if math.prod(region[1])]
     if sum(math.prod(sizes) for _, sizes in regions) != math.prod(shape):
         return False
-    if len(regions) <= 1 or not shape:
-        return all(tuple(sizes) == tuple(shape) and not any(offsets) for offsets, sizes in regions) and len(regions) <= 1
+    if len(regions) <= 1:
+        return all(tuple(sizes) == tuple(shape) and not any(offsets) for offsets, sizes in regions)
     starts = np.array([offsets for offsets, _ in regions])
     ends = starts + np.array([sizes for _, sizes in regions])
     if (starts < 0).any() or (ends > np.array(shape)).any():
         return False
-    key = max(range(len(shape)), key=lambda dimension: len(np.unique(starts[:, dimension])))
-    order = np.argsort(starts[:, key])
-    starts, ends = starts[order], ends[order]
-    for first in range(len(starts)):  # may overlap those only that begin before it ends
-        last = np.searchsorted(starts[:, key], ends[first, key])
-        later = slice(first + 1, last)
-        if ((starts[later] < ends[first]) & (starts[first] < ends[later])).all(1).any():
-            return False
-    return True
+    pairs = zip(starts, ends, strict=True)
+    return all(((starts < end) & (start < ends)).all(1).sum() == 1 for start, end in pairs)  # overlaps itself alone
 
 
 _last_plans: WeakKeyDictionary[Communicator, tuple[bytes, list[list[int]]]] = WeakKeyDictionary()
