@@ -186,27 +186,31 @@ def test_an_upload_whose_block_fails_leaves_what_was_there(bucket, size):
         opened[0].write(b"more")
 
 
+def bytes_of(file, start, size):
+    return file.read(start, size).numpy().tobytes()
+
+
 def test_ranges_are_read_in_any_order(bucket):
     bucket.put("a", CONTENT)
     numbers = random.Random(1)
-    with bucket.open("a") as file:
-        assert file.size == len(CONTENT)
-        for _ in range(40):
-            start = numbers.randrange(len(CONTENT))
-            size = min(numbers.choice([0, 1, 1000, 1 << 20, 9 << 20]), len(CONTENT) - start)
-            for begin in range(start, min(start + 3 * size, len(CONTENT)), size or 1):
-                end = min(begin + size, len(CONTENT))
-                assert file.read(begin, end - begin) == CONTENT[begin:end]
-        assert file.read(0, len(CONTENT)) == CONTENT
-        assert file.read(len(CONTENT), 0) == b""
+    file = bucket.open("a")
+    assert file.size == len(CONTENT)
+    for _ in range(40):
+        start = numbers.randrange(len(CONTENT))
+        size = min(numbers.choice([0, 1, 1000, 1 << 20, 9 << 20]), len(CONTENT) - start)
+        for begin in range(start, min(start + 3 * size, len(CONTENT)), size or 1):
+            end = min(begin + size, len(CONTENT))
+            assert bytes_of(file, begin, end - begin) == CONTENT[begin:end]
+    assert bytes_of(file, 0, len(CONTENT)) == CONTENT
+    assert bytes_of(file, len(CONTENT), 0) == b""
     assert bucket.read("a", 5, 10) == CONTENT[5:15]
     assert bucket.read("a", 5, 0) == b""
 
 
 def test_a_range_beyond_the_end_is_refused(bucket):
     bucket.put("a", b"12345")
-    with bucket.open("a") as file, pytest.raises(ValueError, match="a has 5 bytes; got a request for 4 to 6"):
-        file.read(4, 2)
+    with pytest.raises(ValueError, match="a has 5 bytes; got a request for 4 to 6"):
+        bucket.open("a").read(4, 2)
     with pytest.raises(RemoteError, match="ends 1 bytes too early"):
         bucket.read("a", 4, 2)
     with pytest.raises(RemoteError):
@@ -216,20 +220,19 @@ def test_a_range_beyond_the_end_is_refused(bucket):
 def test_the_bytes_of_two_objects_are_not_mixed(bucket):
     """An object is replaced by another of the same size, after some of it was read."""
     bucket.put("a", CONTENT)
-    with bucket.open("a") as file:
-        assert file.read(0, 10) == CONTENT[:10]
-        bucket.put("a", bytes(len(CONTENT)))
-        with pytest.raises(ChangedError, match="a was replaced while it was read"):
-            file.read(len(CONTENT) - 10, 10)
-    with bucket.open("a") as file:
-        bucket.delete(["a"])
-        with pytest.raises(FileNotFoundError):
-            file.read(0, 10)
+    file = bucket.open("a")
+    assert bytes_of(file, 0, 10) == CONTENT[:10]
+    bucket.put("a", bytes(len(CONTENT)))
+    with pytest.raises(ChangedError, match="a was replaced while it was read"):
+        file.read(len(CONTENT) - 10, 10)
+    file = bucket.open("a")
+    bucket.delete(["a"])
+    with pytest.raises(FileNotFoundError):
+        file.read(0, 10)
 
 
-def test_a_store_that_knows_conditions_says_what_time_it_is_and_keeps_nothing(bucket):
-    now = bucket.check_conditions()
-    assert abs(now - datetime.now(UTC)) < timedelta(seconds=30)
+def test_a_store_that_knows_conditions_keeps_nothing_of_the_trial(bucket):
+    bucket.check_conditions()
     assert bucket.list() == []
 
 

@@ -80,7 +80,7 @@ class Communicator:
             f"{count} ranks have been started, and every rank trains on all data by itself, because "
             "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
         )
-        if (store := store_of_runs()) is None:
+        if (store := store_of_group()) is None:
             return
         rank = str(dist.get_rank())
         store.set(RUNNING_ALONE, rank)
@@ -99,7 +99,7 @@ class Communicator:
         global _is_alone
         if _is_alone and self.world.size == 1:
             _is_alone = False
-            if (store := store_of_runs()) is not None:
+            if (store := store_of_group()) is not None:
                 store.set(RUNNING_ALONE, "")
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
@@ -179,12 +179,10 @@ class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
     """
 
 
-def store_of_runs() -> Any:
-    """Return the store of the process group in which all ranks say how they begin a run; ``None`` without one."""
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if find is None or not dist.is_initialized():
-        return None
-    return dist.PrefixStore("chainring/runs", find())  # type: ignore[attr-defined]
+def store_of_group(prefix: str = "runs") -> Any:
+    """Return the store of the process group, by default where all ranks say how they begin a run; ``None`` without one."""
+    store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)() if dist.is_initialized() else None
+    return None if store is None else dist.PrefixStore(f"chainring/{prefix}", store)  # type: ignore[attr-defined]
 
 
 def describe_alone(rank: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from chainring._checks import is_number
 from chainring._distributed.communicator import (
@@ -25,7 +24,7 @@ from chainring._distributed.communicator import (
     Communicator,
     RankFailed,
     describe_alone,
-    store_of_runs,
+    store_of_group,
 )
 from chainring._distributed.group import (
     BESIDE,
@@ -104,11 +103,8 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
         return alone
     if rank_device.type != "cpu":
         torch.accelerator.set_device_index(rank_device)
-    if not started:
-        store = _start(place, rank_device, timeout)
-    elif (store := getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()) is not None:
-        _groups_joined += 1  # the same number on all ranks, for keys that no earlier communicator has used
-        store = PrefixStore(f"chainring/joined/{_groups_joined}", store)
+    _groups_joined += int(started)  # the same number on all ranks, for keys that no earlier communicator has used
+    store = store_of_group(f"joined/{_groups_joined}") if started else _start(place, rank_device, timeout)
     world = ProcessGroupCommunicator(rank_device, place.local_rank, store, ends_group=not started, timeout=timeout)
     if mesh is None:
         return world
@@ -198,7 +194,7 @@ class ProcessGroupCommunicator(GroupCommunicator):
         if self._failures is None or self.size == 1:
             return
         self._runs += 1
-        key, runs = f"run/{self._runs}", store_of_runs()
+        key, runs = f"run/{self._runs}", store_of_group()
         with self.waiting():
             self._store.set(f"{key}/{self.rank}", "")
             if self._store.add(key, 1) == self.size or runs is None:
@@ -241,12 +237,11 @@ class ProcessGroupCommunicator(GroupCommunicator):
         failures = self._failures
         if failures is None or not self._is_open:
             return error
-        if isinstance(error, RankFailed):
-            self.leave()
-            failures.wait_for_others()
-            return error
         text = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
-        first = failures.poll(is_timeout(error)) if is_connection_error(error) else failures.publish(text)
+        if isinstance(error, RankFailed):
+            first: str | None = text
+        else:
+            first = failures.poll(is_timeout(error)) if is_connection_error(error) else failures.publish(text)
         self.leave()
         if first is None:
             error.add_note("another rank ended without publishing an error: it was killed, or ended outside of the training")

@@ -11,6 +11,7 @@ import io
 import re
 import secrets
 import urllib.parse
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chainring._files import SCHEMES
-from chainring._places.base import RemoteError
+from chainring._places.base import RemoteError, StoredFile
 from chainring._places.connection import PATIENCE, ChangedError, Connection, Patience, obstore
 
 if TYPE_CHECKING:
@@ -34,9 +35,6 @@ _PARTS_AT_ONCE = 4  # that are held: those on their way, and the one that is bei
 _MARK = "chainring"  # the name of the attribute by which an upload knows its object
 _WINDOW, _AT_ONCE = 8 << 20, 2  # bytes that are asked for at once when an object is read; of them, which is what is held
 _SMALL = 64 << 10  # bytes, which any network that works sends in `Patience.answer`
-_CONDITIONS = (
-    "writes on a condition (If-None-Match and If-Match), without which two runs could destroy one another's snapshots"
-)
 
 
 class Tag(NamedTuple):
@@ -198,32 +196,28 @@ class Bucket:
         for start in range(0, len(every), 1000):
             delete(every[start : start + 1000])
 
-    def check_conditions(self) -> datetime:
-        """Find out whether the store knows conditions, with an object that is removed again; return what time it is there.
+    def check_conditions(self) -> None:
+        """Raise `ValueError` if the store does not know conditions, which is tried with an object that is removed again."""
+        key, problem = f".probe-{secrets.token_hex(8)}", ""
 
-        Raises:
-            ValueError: it does not.
-        """
-        key = f".probe-{secrets.token_hex(8)}"
-        rule = f"a run needs a store that knows {_CONDITIONS}; {self.url} is in one that"
-        remedy = "choose another store, or a later version of this one"
+        def put(expected: Tag) -> Tag | None:
+            with suppress(ChangedError):
+                return self.put(key, secrets.token_bytes(16), expected)
+            return None
+
         try:
-            first = self._probe(key, MISSING)
-            if first is None or self._probe(key, MISSING) is not None:
-                raise ValueError(f"{rule} lets an object be created twice; {remedy}")
-            second = self._probe(key, first)
-            if second is None or self._probe(key, first) is not None:
-                raise ValueError(f"{rule} lets an object be replaced that has changed meanwhile; {remedy}")
-            return self.head(key).modified
+            if (first := put(MISSING)) is None or put(MISSING) is not None:
+                problem = "lets an object be created twice"
+            elif put(first) is None or put(first) is not None:
+                problem = "lets an object be replaced that has changed meanwhile"
         finally:
             self.delete([key])
-
-    def _probe(self, key: str, expected: Tag) -> Tag | None:
-        """Return the state of an object that was written, or None if it was not in the expected one."""
-        try:
-            return self.put(key, secrets.token_bytes(16), expected)
-        except ChangedError:
-            return None
+        if problem:
+            raise ValueError(
+                "a run needs a store that knows writes on a condition (If-None-Match and If-Match), without which two runs "
+                f"could destroy one another's snapshots; {self.url} is in one that {problem}; choose another store, or a "
+                "later version of this one"
+            )
 
     def list(self, prefix: str = "") -> list[Entry]:
         """Return the objects whose keys begin with ``prefix``, by key."""
@@ -275,52 +269,34 @@ class _Window(NamedTuple):
     content: Future[memoryview]
 
 
-class RangeReader:
-    """Reads pieces of an object in any order; what follows is fetched in advance when they follow one another.
+class RangeReader(StoredFile):
+    """An object whose pieces are read in any order; what follows is fetched in advance when they follow one another.
 
-    At most two windows of 8 MB are held, besides what `read` has returned. After the first piece of a row of them as many
-    bytes are fetched in advance as the row already has, so that little is fetched for nothing.
+    At most two windows of 8 MB are held. After the first piece of a row of them as many bytes are fetched in advance as the
+    row already has, so that little is fetched for nothing. Reading raises `FileNotFoundError` if the object is not there any
+    more, `ChangedError` if it was replaced since it was opened, and `RemoteError` if it cannot be read.
 
     Example::
 
-        with bucket.open("model.safetensors") as file:
-            header = file.read(0, 8)
+        header = bucket.open("model.safetensors").read(0, 8)
 
     Args:
         fetch: returns the bytes between two places, always of the same state of the object.
-        place: the address of the object, for messages.
+        path: the address of the object, for messages.
         size: its bytes.
     """
 
-    def __init__(self, fetch: Callable[[int, int], memoryview], place: str, size: int) -> None:
-        self._fetch, self._place, self.size = fetch, place, size
+    def __init__(self, fetch: Callable[[int, int], memoryview], path: str, size: int) -> None:
+        self._fetch, self.path, self.size = fetch, path, size
         self._threads = ThreadPoolExecutor(_AT_ONCE, "chainring-read")
+        weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
         self._windows: deque[_Window] = deque()
         self._position = self._row = 0  # where the last piece ended, and the bytes of the row of pieces that ended there
 
-    def __enter__(self) -> RangeReader:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give up what is on its way; nothing can be read afterwards."""
-        self._forget()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def read(self, start: int, size: int, until: int | None = None) -> memoryview:
-        """Return bytes of the object; what lies behind ``until`` is not fetched in advance.
-
-        Raises:
-            ValueError: it has not so many.
-            FileNotFoundError: it is not there.
-            ChangedError: it was replaced since the first piece was read.
-            RemoteError: it cannot be read.
-        """
-        stop = start + size
+    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
+        size, stop = len(view), start + len(view)
         if not 0 <= start <= stop <= self.size:
-            raise ValueError(f"{self._place} has {self.size} bytes; got a request for {start} to {stop}")
+            raise ValueError(f"{self.path} has {self.size} bytes; got a request for {start} to {stop}")
         if start != self._position:
             self._row = 0
             if not (self._windows and self._windows[0].start <= start < self._windows[-1].stop):
@@ -329,31 +305,20 @@ class RangeReader:
         ahead = min(self._row, _AT_ONCE * _WINDOW) if self._row > size else 0
         self._position = stop
         goal = min(stop + ahead, self.size if until is None else max(stop, until))
-        piece = self._piece(start, stop, goal) if size else memoryview(b"")
-        if len(piece) == size:
-            return piece
-        whole, filled = memoryview(bytearray(size)), len(piece)
-        whole[:filled] = piece
-        while filled < size:
-            piece = self._piece(start + filled, stop, goal)
-            whole[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        return whole
-
-    def _piece(self, start: int, stop: int, goal: int) -> memoryview:
-        """Return the bytes from a place on that one window has, while those after it are fetched up to a goal."""
-        while self._windows and self._windows[0].stop <= start:
-            self._windows.popleft()
-        while len(self._windows) < _AT_ONCE and (begin := self._windows[-1].stop if self._windows else start) < goal:
-            end = min(begin + _WINDOW, goal)
-            self._windows.append(_Window(begin, end, self._threads.submit(self._fetch, begin, end)))
-        window = self._windows[0]
-        try:
-            content = window.content.result()
-        except BaseException:
-            self._forget()  # and so asks again next time
-            raise
-        return content[start - window.start : stop - window.start]
+        while start < stop:
+            while self._windows and self._windows[0].stop <= start:
+                self._windows.popleft()
+            while len(self._windows) < _AT_ONCE and (begin := self._windows[-1].stop if self._windows else start) < goal:
+                end = min(begin + _WINDOW, goal)
+                self._windows.append(_Window(begin, end, self._threads.submit(self._fetch, begin, end)))
+            window = self._windows[0]
+            try:
+                piece = window.content.result()[start - window.start : stop - window.start]
+            except BaseException:
+                self._forget()  # and so asks again next time
+                raise
+            view[: len(piece)] = piece
+            view, start = view[len(piece) :], start + len(piece)
 
     def _forget(self) -> None:
         while self._windows:

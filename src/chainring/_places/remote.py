@@ -16,7 +16,6 @@ import re
 import secrets
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -103,7 +102,7 @@ class RemotePlace(Place):
         return self.bucket.get(name).content
 
     def open(self, name: str) -> StoredFile:
-        return ObjectFile(self.bucket, name)
+        return self.bucket.open(name)
 
     def folder_beside(self, name: str, files: Iterable[str]) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="chainring-beside-"))
@@ -245,18 +244,6 @@ class RemotePlace(Place):
 
     def _current_record(self) -> Record | None:
         return read_record(self.bucket) if self.index is None else self.index.record
-
-
-class ObjectFile(StoredFile):
-    """An object that is read in ranges, and ahead."""
-
-    def __init__(self, bucket: Bucket, key: str) -> None:
-        self._reader = bucket.open(key)
-        weakref.finalize(self, self._reader.close)
-        self.path, self.size = f"{bucket.url}/{key}", self._reader.size
-
-    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
-        view[:] = self._reader.read(start, len(view), until)
 
 
 def _has(bucket: Bucket, key: str) -> bool:
