@@ -409,12 +409,12 @@ def find_late(asking: Record, records: Mapping[int, Record], is_beside: bool) ->
     A rank waits for those that have begun fewer collectives in a group than it has, and so for those that they wait for;
     ``is_beside`` in a group of another thread, where a snapshot is agreed upon.
     """
-    reached, late, queue = {asking.rank}, set(), [asking.rank]
-    while queue:
-        waited_for = _waited_for(records[queue.pop()], records, is_beside)
+    reached, late, pending = {asking.rank}, set(), [asking.rank]
+    while pending:
+        waited_for = _waited_for(records[pending.pop()], records, is_beside)
         for rank in waited_for - reached:
             if _waited_for(records[rank], records, is_beside) and not records[rank].state:
-                queue.append(rank)
+                pending.append(rank)
             else:
                 late.add(rank)
         reached |= waited_for
