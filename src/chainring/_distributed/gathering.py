@@ -97,7 +97,7 @@ class _Exchange:
             raise
         finally:
             for rank in self._others if not self._is_receiving else ():  # after a signal: then this process ends
-                _send_numbers([_END, _END], rank)
+                dist.send(torch.tensor([_END, _END], device=exchange_device()), rank)
                 dist.send_object_list([failure], rank)
 
     def follow(self) -> None:
@@ -139,7 +139,7 @@ class _Exchange:
                     place.copy_(self._shards[number][index].tensor.detach())
                     continue
                 self._is_receiving = True
-                _send_numbers([number, index], rank)
+                dist.send(torch.tensor([number, index], device=exchange_device()), rank)
                 for piece in _pieces(place):
                     received = self._buffer[: piece.numel() * piece.itemsize]
                     dist.recv(received, rank)
@@ -206,10 +206,6 @@ def exchange_device() -> torch.device:
     group: Any = dist.group.WORLD
     kinds = [device.type for device in group._device_types]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
-
-
-def _send_numbers(numbers: list[int], rank: int) -> None:
-    dist.send(torch.tensor(numbers, device=exchange_device()), rank)
 
 
 def _receive_object(rank: int) -> Any:

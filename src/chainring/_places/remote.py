@@ -208,14 +208,14 @@ class RemotePlace(Place):
         self.bucket.put(name, _link_to(target, run))
 
     def links(self) -> dict[str, str]:
-        record = self._current_record()
+        record = read_record(self.bucket) if self.index is None else self.index.record
         small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size <= LARGEST_LINK]
         listed = {} if record is None else record.links
         copied = {name: target for name in small if (target := _copied_link(self.bucket, name, record)) is not None}
         return dict(sorted({**copied, **listed}.items()))
 
     def link_target(self, name: str) -> str | None:
-        record = self._current_record()
+        record = read_record(self.bucket) if self.index is None else self.index.record
         if record is not None and name in record.links:
             return record.links[name]
         return _copied_link(self.bucket, name, record)
@@ -241,9 +241,6 @@ class RemotePlace(Place):
         files = [key for key in keys if (match := _DRAFT.fullmatch(key)) and match["draft"] in unfinished]
         self.bucket.delete([*(f"{name}/{MANIFEST}" for name in there - valid.keys()), *files])
         return sorted(unfinished)
-
-    def _current_record(self) -> Record | None:
-        return read_record(self.bucket) if self.index is None else self.index.record
 
 
 def _has(bucket: Bucket, key: str) -> bool:
