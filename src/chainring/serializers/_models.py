@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._naming import name_cleaner, parameter_names, submodules
-from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_like, visit_optional
 
 Layouts = dict[str, Any]
 """By the path of a buffer its dtype and shape, or ``None``."""
@@ -211,7 +211,8 @@ class OptimizerState:
         for group in groups:
             group.pop("param_names", None)  # torch's own names follow the order at hand
         extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
-        state = serializer.visit_like("state", named, dict(zip(self._names, _parameters(self._optimizer), strict=True)))
+        likes = dict(zip(self._names, _parameters(self._optimizer), strict=True))
+        state = visit_like(serializer, "state", named, likes)
         saved_groups = serializer("param_groups", groups)
         extra = serializer("extra", extra)
         constructed = serializer("constructed", self._constructed)

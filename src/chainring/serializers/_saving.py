@@ -260,7 +260,7 @@ class Checkpoint:
     """
 
     def __init__(self, state: StateCollector) -> None:
-        self._values, tensors = _values.encode_values(state.target)
+        self._values, tensors = _values.encode(state.target)
         self._referred, self._comm = state.referred, (comm := state.comm.world)
         others = [name for name, tensor in tensors.items() if type(tensor) is not Tensor]  # of parts, and of parameters
         sharded = {name: tensors[name] for name in sorted(others) if is_sharded(tensors[name])}

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from chainring._files import atomic_write, parse_strict
 from chainring._naming import unwrap
-from chainring.serializers._values import Array, as_array, decode_values, encode_values, find_dtypes, require_dtype
+from chainring.serializers._values import Array, as_array, decode_values, encode, find_dtypes, require_dtype
 from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, is_module, state_entries
 
 _JSON = "chainring.json"
@@ -182,11 +182,11 @@ class _NpzDeserializer(DictionaryDeserializer):
     def __init__(self, source: Mapping[str, Any], untyped: Set[str], ignored: Callable[[str], bool], strict: bool) -> None:
         super().__init__(source, strict)
         self._untyped = untyped
-        self._ignored = ignored
+        self._ignores = ignored
 
     def __call__(self, key: str, value: Any) -> Any:
         path = self._path + key
-        if self._ignored(path):
+        if self._ignores is not None and self._ignores(path):
             self._asked.add(path)
             return value
         plain = "/".join(filter(None, path.split("/")))  # Chainer drops slashes at both ends of a key
@@ -194,9 +194,6 @@ class _NpzDeserializer(DictionaryDeserializer):
             self._asked.add(plain)
             return self._restore(plain, value)
         return super().__call__(key, value)
-
-    def _is_ignored(self, path: str) -> bool:
-        return self._ignored(path)
 
     def _restore(self, path: str, value: Any) -> Any:
         saved = self.source[path]
@@ -250,7 +247,7 @@ def _as_declared(path: str, value: Any, array: Array) -> Any:
 
 def _to_arrays(state: Mapping[str, Any]) -> dict[str, Array]:
     """Return the arrays of a file by name, one of which says in JSON what arrays cannot."""
-    values, kept = encode_values(state, native_arrays=True)
+    values, kept = encode(state, native_arrays=True)
     arrays, descriptions = {}, {}
     for name, value in kept.items():
         arrays[name], description = _to_array(name, value) if isinstance(value, Tensor) else (value, {})

@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
@@ -22,7 +22,6 @@ from chainring._naming import name_cleaner, submodules, unwrap
 from chainring.serializers._values import (
     SCALARS,
     StoredTensor,
-    TensorReader,
     copy_value,
     fill,
     is_same_tensor,
@@ -32,204 +31,8 @@ from chainring.serializers._values import (
     to_type_of,
 )
 
-F = TypeVar("F")
-
-_derived: list[Any] = []
-
-
-def derived(method: F) -> F:
-    """Mark a method that `Stateful` gives to every subclass, which says nothing of the state of one."""
-    _derived.append(method)
-    return method
-
-
-def has_state(obj: Any) -> bool:
-    """Return whether an object has PyTorch's pair ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
-
-
-def is_module(obj: Any) -> bool:
-    """Return whether an object is a module, of which the entries of its ``state_dict`` are saved in any case."""
-    if isinstance(obj, nn.Module):
-        return True
-    return hasattr(obj, "named_parameters") and has_state(obj) and serialize_method(obj) is None
-
-
-def serialize_method(obj: Any) -> Callable[[Any], None] | None:
-    """Return an object's ``serialize``, if it takes a serializer and nothing else.
-
-    A class that declares the PyTorch pair on top of a ``serialize`` that it inherits is saved by the pair.
-    """
-    method: Callable[[Any], None] | None = getattr(obj, "serialize", None)
-    if not callable(method) or not _takes_serializer(obj, method):
-        return None
-    for cls in type(obj).__mro__:  # whichever is declared by the more derived class speaks for the object
-        if "serialize" in vars(cls):
-            return method
-        if "state_dict" in vars(cls) and has_state(obj):
-            return None
-    return method
-
-
-def own_states(module: Any) -> list[tuple[str, Any]]:
-    """Return the submodules, each once and the module itself first, whose class has ``serialize(serializer)``, by path."""
-    parts = submodules(module) if isinstance(module, nn.Module) else []
-    classes = {cls for cls in set(map(type, parts)) if hasattr(cls, "serialize")}
-    if not any(type(part) in classes or "serialize" in vars(part) for part in parts):
-        return []
-    clean = name_cleaner(module)
-    return [(clean(name).replace(".", "/"), part) for name, part in module.named_modules() if _has_own_state(part)]
-
-
-def state_entries(module: Any) -> Mapping[str, Any]:
-    """Return the parameters and buffers of a module by name, not copied."""
-    entries: Mapping[str, Any]
-    entries = nn.Module.state_dict(module) if _derives_state_dict(module) else module.state_dict()
-    return entries
-
-
-def load_entries(module: Any, entries: Mapping[str, Any], strict: bool) -> None:
-    """Load parameters and buffers of a module by name."""
-    if _derives_state_dict(module):
-        nn.Module.load_state_dict(module, entries, strict=strict)
-    else:
-        module.load_state_dict(entries, strict=strict)
-
-
-def entry_names(module: Any, entries: Mapping[str, Any], below: str = "") -> dict[str, str]:
-    """Return the name of each entry of a module by its path, which has slashes for dots and no prefix of a wrapper.
-
-    Raises:
-        ValueError: two have the same path.
-    """
-    clean, names = name_cleaner(module), dict[str, str]()
-    for name in entries:
-        path = clean(name).replace(".", "/")
-        if names.setdefault(path, name) != name:
-            raise ValueError(
-                f"two entries of {type(module).__name__}, {_describe_entry(module, names[path])} and "
-                f"{_describe_entry(module, name)}, have one path in saved state, {below + path!r}; "
-                "rename one of these modules, parameters or buffers"
-            )
-    return names
-
-
-def _derives_state_dict(module: Any) -> bool:
-    """Return whether the ``state_dict`` of a module is the one that `Stateful` makes of its ``serialize``."""
-    return isinstance(module, nn.Module) and _is_derived(type(module).state_dict)
-
-
-def _is_derived(method: Any) -> bool:
-    return any(method is other for other in _derived)
-
-
-def _has_own_state(module: nn.Module) -> bool:
-    cls: Any = type(module)
-    declared = getattr(cls, "serialize", None)
-    if declared is None and "serialize" not in vars(module):
-        return False
-    method = vars(module).get("serialize", declared and module.serialize)
-    return callable(method) and not _is_derived(declared) and _takes_serializer(module, method)
-
-
-_takes_one: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""By the function of a method, whether the method takes exactly one required argument."""
-
-
-def _takes_serializer(obj: Any, method: Any) -> bool:
-    function, bound_to = getattr(method, "__func__", None), getattr(method, "__self__", None)
-    if isinstance(bound_to, type) or (isinstance(method, FunctionType) and "serialize" not in getattr(obj, "__dict__", {})):
-        return False  # a class method or a static method, which knows nothing of the object's state
-    if not isinstance(function, FunctionType):
-        return _requires_one(method)
-    if function not in _takes_one:
-        _takes_one[function] = _requires_one(method)
-    return _takes_one[function]
-
-
-def _requires_one(method: Any) -> bool:
-    try:
-        parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # of a function that is not written in Python
-        return False
-    required = [p.kind for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return required in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
-
-
-def _describe_entry(module: nn.Module, name: str) -> str:
-    """Return the name of an entry with the class of the module that has it."""
-    owner = dict(module.named_modules(remove_duplicate=False)).get(name.rpartition(".")[0])
-    return repr(name) if owner is None else f"{name!r} of a {type(owner).__name__}"
-
-
-_recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", default=None)
-
-
-class ChangedSetting(NamedTuple):
-    """A setting of a resumed run that differs from the saved run, and the value that is used."""
-
-    name: str
-    saved: Any
-    given: Any
-    consequence: str
-
-
-_untold: ContextVar[list[ChangedSetting] | None] = ContextVar("_untold", default=None)
-_HOLDS = "the new value holds"
-
-
-def announce_change(name: str, saved: Any, given: Any, consequence: str = _HOLDS) -> None:
-    """Print that a setting of a resumed run differs; in `telling_changes` with the others, as one table."""
-    changes, untold = _recorded.get(), _untold.get()
-    setting = ChangedSetting(name, saved, given, consequence)
-    if changes is not None:
-        changes[name] = [saved, given]
-    if untold is None:
-        info(_format_changes([setting]))
-    else:
-        untold.append(setting)
-
-
-@contextmanager
-def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
-    """Inside, add each announced change to ``changes``: its name, with the saved and the given value."""
-    token = _recorded.set(changes)
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
-
-
-@contextmanager
-def telling_changes(untold: list[ChangedSetting], is_complete: bool = True) -> Iterator[None]:
-    """Inside, collect what is announced, and print it at the end as a table, unless this is inside another one.
-
-    With ``is_complete=False`` more changes will follow, and nothing is printed.
-    """
-    if _untold.get() is not None:
-        yield
-        return
-    token = _untold.set(untold)
-    try:
-        yield
-    finally:
-        _untold.reset(token)
-    if untold and is_complete:
-        info(_format_changes(untold))
-        untold.clear()
-
-
-def _format_changes(settings: Iterable[ChangedSetting]) -> str:
-    """Return a table: ``setting  saved -> now``, and which value holds where that is not the new one."""
-    rows = [("setting", "saved", "now", "")]
-    for name, saved, given, consequence in dict.fromkeys(
-        (s.name, repr(s.saved), repr(s.given), s.consequence) for s in settings
-    ):
-        rows.append((name, saved, given, "" if consequence == _HOLDS else f"  ({consequence})"))
-    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
-    lines = [f"  {name:{names}}  {saved:{values}} -> {given}{note}" for name, saved, given, note in rows]
-    return "\n".join(["resumed with different settings from the saved run:", *lines])
-
+if TYPE_CHECKING:
+    from chainring.serializers._loading import StoredTensors
 
 _Owner = tuple[Any, str]
 """An object that is visited, and what of it: ``serialize``, ``state_dict``, or its entries as a module."""
@@ -265,6 +68,7 @@ class AbstractSerializer:
     comm: Communicator = Communicator()
     _path = ""
     _owner: _Owner = (None, "serialize")
+    _module: nn.Module | None = None  # the innermost around, whose own state is visited
 
     def __init__(self) -> None:
         self._covered: set[tuple[str, int]] = set()  # path and id of the submodules of a module that is being visited
@@ -273,7 +77,7 @@ class AbstractSerializer:
     def __getitem__(self, key: str) -> Self:
         # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; copy.copy takes five times as long
         below = object.__new__(type(self))
-        vars(below).update(vars(self), _path=self._path_of(key))
+        vars(below).update(vars(self), _path=f"{self._path}{key}/" if key else self._path)
         return below
 
     def __call__(self, key: str, value: Any) -> Any:
@@ -300,7 +104,10 @@ class AbstractSerializer:
         elif (method := serialize_method(obj)) is not None:
             method(self._enter(key, obj, "serialize"))
         elif has_state(obj):
-            self._enter(key, obj, "state_dict")._visit_state(obj)
+            below, is_saving = self._enter(key, obj, "state_dict"), isinstance(self, Serializer)
+            state = below("state_dict", obj.state_dict() if is_saving else None)
+            if not is_saving and state is not None:
+                obj.load_state_dict(state)
         else:
             reason = "; the serialize that it has does not take a serializer alone" if hasattr(obj, "serialize") else ""
             raise TypeError(
@@ -308,37 +115,26 @@ class AbstractSerializer:
                 f"give it serialize(serializer), or state_dict() and load_state_dict(state){reason}"
             )
 
-    def visit_like(self, key: str, value: Any, likes: Mapping[str, Any]) -> Any:
-        """Save or load a dict whose items belong to the tensors ``likes`` of their keys.
-
-        Tensors in an item that have the shape of a sharded one are read from a snapshot as shards, and never whole.
-        """
-        return self(key, value)
-
     def _enter(self, key: str, obj: Any, part: str) -> Self:
         """Return the child for an object that is visited."""
         below = self[key]
         below._owner = obj, part
+        if part != _ENTRIES and isinstance(obj, nn.Module):
+            below._module = obj
         return below
 
     def _begin_module(self, module: Any) -> tuple[bool, list[tuple[str, Any]]]:
         """Return whether a module around this one brings its entries, and the submodules that still save their own."""
         is_covered = (self._path, id(module)) in self._covered
-        if own := own_states(module):
+        if own := [(self[path]._path, path, part) for path, part in own_states(module)]:
             clean = name_cleaner(module)
             for name, part in module.named_modules(remove_duplicate=False):
-                self._covered.add((self._path_of(clean(name).replace(".", "/")), id(part)))
-            own = [(path, part) for path, part in own if self._path_of(path) not in self._called]
-            self._called.update(self._path_of(path) for path, _ in own)
-        return is_covered, own
-
-    def _path_of(self, key: str) -> str:
-        return f"{self._path}{key}/" if key else self._path
+                self._covered.add((self[clean(name).replace(".", "/")]._path, id(part)))
+            own = [each for each in own if each[0] not in self._called]
+            self._called.update(whole_path for whole_path, _, _ in own)
+        return is_covered, [(path, part) for _, path, part in own]
 
     def _visit_module(self, module: Any) -> None:
-        raise NotImplementedError
-
-    def _visit_state(self, obj: Any) -> None:
         raise NotImplementedError
 
 
@@ -424,25 +220,20 @@ class DictionarySerializer(Serializer):
         for path, part in own:
             part.serialize(self._enter(path, part, "serialize"))
 
-    def _visit_state(self, obj: Any) -> None:
-        self("state_dict", obj.state_dict())
-
     def _check_repeated(self, path: str, value: Any) -> None:
         """Refuse a second value under a path, unless a module saves its own parameter, or calls a submodule itself."""
-        (first, first_part), (second, second_part) = self._owners[path], self._owner
-        given = self._given[path]
-        if _ENTRIES in (first_part, second_part):
+        (first, first_part), (second, second_part) = owners = self._owners[path], self._owner
+        given, has_entries = self._given[path], _ENTRIES in (first_part, second_part)
+        if has_entries:
             if is_same_tensor(given, value):
                 return
         elif first is not second and is_module(first) and is_module(second) and is_same_value(given, value):
             return
-        owners = [
-            f"the {part} of {type(obj).__name__}" for obj, part in (self._owners[path], self._owner) if obj is not None
-        ]
-        both = " and ".join(dict.fromkeys(owners)) or "serialize"
+        named = dict.fromkeys(f"the {part} of {type(obj).__name__}" for obj, part in owners if obj is not None)
         raise ValueError(
-            f"{path!r} is saved twice, by {both}, and only one value could be loaded again; give each value a key of its own"
-            + (". Parameters and buffers of a module are saved in any case" if _ENTRIES in (first_part, second_part) else "")
+            f"{path!r} is saved twice, by {' and '.join(named) or 'serialize'}, and only one value could be loaded again; "
+            "give each value a key of its own"
+            + (". Parameters and buffers of a module are saved in any case" if has_entries else "")
         )
 
 
@@ -471,8 +262,6 @@ class StateCollector(DictionarySerializer):
     def own_paths(self) -> list[str]:
         """Return the paths of what modules have saved beside their parameters and buffers."""
         below = tuple(self._called)
-        if not below:
-            return []
         return [path for path, (_, part) in self._owners.items() if part != _ENTRIES and path.startswith(below)]
 
 
@@ -503,14 +292,13 @@ class DictionaryDeserializer(Deserializer):
         DictionaryDeserializer(saved.target).visit("trigger", other_trigger)
     """
 
-    # Where a tensor comes back that a module keeps, such as its last output, and has not computed yet.
-    _device: torch.device | None = None
+    _ignores: Callable[[str], bool] | None = None  # whether the value at hand is kept in place of the saved one, by path
 
     def __init__(self, source: Mapping[str, Any], strict: bool = True) -> None:
         super().__init__()
         self.source = source
         self.strict = strict
-        self.origin: TensorReader | None = None  # from which the tensors of the source are read
+        self.origin: StoredTensors | None = None  # from which the tensors of the source are read
         self._asked: set[str] = set()
 
     def __call__(self, key: str, value: Any) -> Any:
@@ -525,23 +313,9 @@ class DictionaryDeserializer(Deserializer):
             )
         return value
 
-    def visit_like(self, key: str, value: Any, likes: Mapping[str, Any]) -> Any:
-        saved = self.source.get(self._path + key)
-        if not isinstance(saved, dict):
-            return self(key, value)
-        self._asked.add(self._path + key)
-        return read_stored(copy_value(saved), value, likes)
-
     def paths(self) -> Iterator[str]:
         start = len(self._path)
         return (path[start:] for path in self.source if path.startswith(self._path))
-
-    def _enter(self, key: str, obj: Any, part: str) -> Self:
-        below = super()._enter(key, obj, part)
-        if isinstance(obj, nn.Module) and part != _ENTRIES:
-            devices = {parameter.device for parameter in obj.parameters()}
-            below._device = devices.pop() if len(devices) == 1 else None
-        return below
 
     def _restore(self, path: str, value: Any) -> Any:
         """Return the saved value as the object declares it."""
@@ -554,7 +328,11 @@ class DictionaryDeserializer(Deserializer):
             return value
         if isinstance(value, SCALARS):
             return to_type_of(value, read_stored(saved))
-        return move(read_stored(copy_value(saved)), self._device if value is None else None)
+        restored = read_stored(copy_value(saved))
+        if value is not None or self._module is None:
+            return restored
+        devices = {parameter.device for parameter in self._module.parameters()}  # of what it keeps, such as its last output
+        return move(restored, devices.pop()) if len(devices) == 1 else restored
 
     def _visit_module(self, module: Any) -> None:
         """Load a module; a parameter that was saved as ``None`` was left out and stays what it is."""
@@ -567,12 +345,17 @@ class DictionaryDeserializer(Deserializer):
         names = entry_names(module, entries, self._path)
         paths = [path for path in self.paths() if path in names or self._path + path not in self._asked]
         name_of = {path: names.get(path, path.replace("/", ".")) for path in paths}
+        at_hand = {path: entries.get(name) for path, name in name_of.items()}
+        stored = {path: value for path in paths if isinstance(value := self.source[self._path + path], StoredTensor)}
+        self._asked.update(self._path + path for path in stored)
+        read = read_stored(stored, at_hand, at_hand)
         saved = {
-            name_of[path]: shard_like(value, entries.get(name_of[path]))
-            for path, value in self._read_entries({path: entries.get(name) for path, name in name_of.items()}).items()
+            name_of[path]: shard_like(read[path] if path in stored else self(path, None), current)
+            for path, current in at_hand.items()
         }
         kept = [name for name, value in saved.items() if value is None and hasattr(entries.get(name), "detach")]
-        kept += [name for path, name in names.items() if self._is_ignored(self._path + path)]
+        if self._ignores is not None:
+            kept += [name for path, name in names.items() if self._ignores(self._path + path)]
         try:
             load_entries(module, saved | {name: entries[name] for name in kept}, self.strict)
         except RuntimeError as error:
@@ -581,31 +364,13 @@ class DictionaryDeserializer(Deserializer):
                 error.add_note(f"Your own serialize, here of {classes}, asks for the keys that it saves when it loads too")
             raise
 
-    def _read_entries(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was saved of the entries of a module, by path; what lies in files is read into the entries at hand."""
-        stored = {path: saved for path in entries if isinstance(saved := self.source.get(self._path + path), StoredTensor)}
-        self._asked.update(self._path + path for path in stored)
-        read = read_stored(stored, entries, entries)
-        return {path: read[path] if path in stored else self(path, None) for path in entries}
-
-    def _is_ignored(self, path: str) -> bool:
-        """Return whether the value at hand is kept in place of the saved one."""
-        return False
-
-    def _visit_state(self, obj: Any) -> None:
-        state = self("state_dict", None)
-        if state is not None:
-            obj.load_state_dict(state)
-
 
 class Stateful:
     """Base class that derives ``state_dict`` and ``load_state_dict`` from ``serialize``, which does nothing by default."""
 
-    @derived
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Declare the state that changes while training; settings are never state."""
 
-    @derived
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, keyed by path (``"updater/iteration"``): later training does not change it."""
         serializer = DictionarySerializer()
@@ -638,6 +403,18 @@ def visit_optional(serializer: AbstractSerializer, key: str, value: Any) -> Any:
         return value
 
 
+def visit_like(serializer: AbstractSerializer, key: str, value: Any, likes: Mapping[str, Any]) -> Any:
+    """Save or load a dict whose items belong to the tensors ``likes`` of their keys.
+
+    Tensors in an item that have the shape of a sharded one are read from a snapshot as shards, and never whole.
+    """
+    saved = serializer.source.get(serializer._path + key) if isinstance(serializer, DictionaryDeserializer) else None
+    if not isinstance(serializer, DictionaryDeserializer) or not isinstance(saved, dict):
+        return serializer(key, value)
+    serializer._asked.add(serializer._path + key)
+    return read_stored(copy_value(saved), value, likes)
+
+
 def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> None:
     """Save or load an object under ``key``, if it has state."""
     if serialize_method(obj) is not None or has_state(obj):
@@ -648,3 +425,176 @@ def conclude_reading(serializer: AbstractSerializer) -> None:
     """End the loading of a snapshot by several ranks; each waits until none needs it any more to read for the others."""
     if isinstance(serializer, DictionaryDeserializer) and serializer.origin is not None:
         serializer.origin.conclude()
+
+
+def has_state(obj: Any) -> bool:
+    """Return whether an object has PyTorch's pair ``state_dict`` and ``load_state_dict``."""
+    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+def is_module(obj: Any) -> bool:
+    """Return whether an object is a module, of which the entries of its ``state_dict`` are saved in any case."""
+    if isinstance(obj, nn.Module):
+        return True
+    return hasattr(obj, "named_parameters") and has_state(obj) and serialize_method(obj) is None
+
+
+def serialize_method(obj: Any) -> Callable[[Any], None] | None:
+    """Return an object's ``serialize``, if it takes a serializer and nothing else.
+
+    A class that declares the PyTorch pair on top of a ``serialize`` that it inherits is saved by the pair.
+    """
+    method: Callable[[Any], None] | None = getattr(obj, "serialize", None)
+    if not callable(method) or not _takes_serializer(obj, method):
+        return None
+    for cls in type(obj).__mro__:  # whichever is declared by the more derived class speaks for the object
+        if "serialize" in vars(cls):
+            return method
+        if "state_dict" in vars(cls) and has_state(obj):
+            return None
+    return method
+
+
+_takes_one: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""By the function of a method, whether the method takes exactly one required argument."""
+
+
+def _takes_serializer(obj: Any, method: Any) -> bool:
+    function, bound_to = getattr(method, "__func__", None), getattr(method, "__self__", None)
+    if isinstance(bound_to, type) or (isinstance(method, FunctionType) and "serialize" not in getattr(obj, "__dict__", {})):
+        return False  # a class method or a static method, which knows nothing of the object's state
+    is_known = isinstance(function, FunctionType)
+    if is_known and function in _takes_one:
+        return _takes_one[function]
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return False
+    required = [p.kind for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_one = required in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
+    if is_known:
+        _takes_one[function] = takes_one
+    return takes_one
+
+
+def own_states(module: Any) -> list[tuple[str, Any]]:
+    """Return the submodules, each once and the module itself first, whose class has ``serialize(serializer)``, by path."""
+    parts = submodules(module) if isinstance(module, nn.Module) else []
+    classes = {cls for cls in set(map(type, parts)) if hasattr(cls, "serialize")}
+    if not any(type(part) in classes or "serialize" in vars(part) for part in parts):
+        return []
+    clean, own = name_cleaner(module), []
+    for name, part in module.named_modules():
+        declared = getattr(type(part), "serialize", None)
+        method = vars(part).get("serialize", declared and part.serialize)
+        if callable(method) and declared is not Stateful.serialize and _takes_serializer(part, method):
+            own.append((clean(name).replace(".", "/"), part))
+    return own
+
+
+def _derives_state_dict(module: Any) -> bool:
+    """Return whether the ``state_dict`` of a module is the one that `Stateful` makes of its ``serialize``."""
+    cls: Any = type(module)
+    return isinstance(module, nn.Module) and cls.state_dict is Stateful.state_dict
+
+
+def state_entries(module: Any) -> Mapping[str, Any]:
+    """Return the parameters and buffers of a module by name, not copied."""
+    entries: Mapping[str, Any]
+    entries = nn.Module.state_dict(module) if _derives_state_dict(module) else module.state_dict()
+    return entries
+
+
+def load_entries(module: Any, entries: Mapping[str, Any], strict: bool) -> None:
+    """Load parameters and buffers of a module by name."""
+    load = partial(nn.Module.load_state_dict, module) if _derives_state_dict(module) else module.load_state_dict
+    load(entries, strict=strict)
+
+
+def entry_names(module: Any, entries: Mapping[str, Any], below: str = "") -> dict[str, str]:
+    """Return the name of each entry of a module by its path, which has slashes for dots and no prefix of a wrapper.
+
+    Raises:
+        ValueError: two have the same path.
+    """
+    clean, names = name_cleaner(module), dict[str, str]()
+    for name in entries:
+        path = clean(name).replace(".", "/")
+        if names.setdefault(path, name) != name:
+            modules = dict(module.named_modules(remove_duplicate=False))
+            owners = [(entry, modules.get(entry.rpartition(".")[0])) for entry in (names[path], name)]
+            first, second = (repr(entry) + (f" of a {type(owner).__name__}" if owner else "") for entry, owner in owners)
+            raise ValueError(
+                f"two entries of {type(module).__name__}, {first} and {second}, have one path in saved state, "
+                f"{below + path!r}; rename one of these modules, parameters or buffers"
+            )
+    return names
+
+
+_recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", default=None)
+
+
+class ChangedSetting(NamedTuple):
+    """A setting of a resumed run that differs from the saved run, and the value that is used."""
+
+    name: str
+    saved: Any
+    given: Any
+    consequence: str
+
+
+_untold: ContextVar[list[ChangedSetting] | None] = ContextVar("_untold", default=None)
+_HOLDS = "the new value holds"
+
+
+def announce_change(name: str, saved: Any, given: Any, consequence: str = _HOLDS) -> None:
+    """Print that a setting of a resumed run differs; in `telling_changes` with the others, as one table."""
+    changes, untold = _recorded.get(), _untold.get()
+    setting = ChangedSetting(name, saved, given, consequence)
+    if changes is not None:
+        changes[name] = [saved, given]
+    if untold is None:
+        info(_format_changes([setting]))
+    else:
+        untold.append(setting)
+
+
+@contextmanager
+def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
+    """Inside, add each announced change to ``changes``: its name, with the saved and the given value."""
+    token = _recorded.set(changes)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
+@contextmanager
+def telling_changes(untold: list[ChangedSetting], is_complete: bool = True) -> Iterator[None]:
+    """Inside, collect what is announced, and print it at the end as a table, unless this is inside another one.
+
+    With ``is_complete=False`` more changes will follow, and nothing is printed.
+    """
+    if _untold.get() is not None:
+        yield
+        return
+    token = _untold.set(untold)
+    try:
+        yield
+    finally:
+        _untold.reset(token)
+    if untold and is_complete:
+        info(_format_changes(untold))
+        untold.clear()
+
+
+def _format_changes(settings: Iterable[ChangedSetting]) -> str:
+    """Return a table: ``setting  saved -> now``, and which value holds where that is not the new one."""
+    rows = [("setting", "saved", "now", "")]
+    for name, saved, given, consequence in dict.fromkeys(
+        (s.name, repr(s.saved), repr(s.given), s.consequence) for s in settings
+    ):
+        rows.append((name, saved, given, "" if consequence == _HOLDS else f"  ({consequence})"))
+    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [f"  {name:{names}}  {saved:{values}} -> {given}{note}" for name, saved, given, note in rows]
+    return "\n".join(["resumed with different settings from the saved run:", *lines])
