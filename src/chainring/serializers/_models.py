@@ -24,17 +24,17 @@ _ABSENT, _LAZY = "absent", "lazy"
 def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return by path the modules that have a saved buffer, and its name there."""
     clean = name_cleaner(model)
-    found = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name in module._buffers:
-            if name not in module._non_persistent_buffers_set:
-                found[clean(f"{path}.{name}" if path else name).replace(".", "/")] = module, name
-    return found
+    return {
+        clean(f"{path}.{name}" if path else name).replace(".", "/"): (module, name)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def buffer_layouts(model: nn.Module) -> Layouts:
     """Return the dtype and shape of each saved buffer of a model."""
-    if not any(module._buffers for module in submodules(model)):
+    if not any(module._buffers for module in submodules(model)):  # most models; names take time
         return {}
     return {path: _layout_of(module._buffers[name]) for path, (module, name) in _buffers(model).items()}
 
@@ -48,11 +48,8 @@ def _layout_of(buffer: Tensor | None) -> Any:
 def serialize_layouts(serializer: AbstractSerializer, name: str, model: nn.Module, initial: Layouts) -> None:
     """Save which buffers of a model have changed their shape or dtype since the script made them, or make them so."""
     current = buffer_layouts(model)
-    changed: dict[str, Any] = {
-        path: [initial.get(path, _ABSENT), current.get(path, _ABSENT)]
-        for path in {**initial, **current}
-        if current.get(path, _ABSENT) != initial.get(path, _ABSENT) != _LAZY
-    }
+    pairs = {path: [initial.get(path, _ABSENT), current.get(path, _ABSENT)] for path in {**initial, **current}}
+    changed = {path: pair for path, pair in pairs.items() if pair[1] != pair[0] != _LAZY}
     key = f"changed_buffers:{name}"
     if isinstance(serializer, Serializer):
         if changed:
@@ -61,7 +58,7 @@ def serialize_layouts(serializer: AbstractSerializer, name: str, model: nn.Modul
     recorded, below = visit_optional(serializer, key, {}), serializer[f"model:{name}"]
     for path in changed.keys() - recorded.keys():
         # It has changed here before state is loaded, as in a rehearsal, and becomes again what the script had made.
-        first, saved = initial.get(path, _ABSENT), visit_optional(below, path, None)
+        first, saved = changed[path][0], visit_optional(below, path, None)
         if saved is None or _layout_of(saved) == first:
             _replace_buffer(model, path, saved, first == _ABSENT)
     restore_layouts(model, initial, recorded, lambda path: visit_optional(below, path, None))
@@ -80,8 +77,8 @@ def restore_layouts(
 def _replace_buffer(model: nn.Module, path: str, value: Tensor | None, is_absent: bool) -> None:
     clean = name_cleaner(model)
     modules = {clean(name).replace(".", "/"): module for name, module in model.named_modules()}
-    place, _, name = path.rpartition("/")
-    module, name = _buffers(model).get(path, (modules.get(place), name))
+    below, _, name = path.rpartition("/")
+    module, name = _buffers(model).get(path, (modules.get(below), name))
     if module is None:  # the module that has it was added too, which no state can make
         return
     like = module._buffers.get(name)
@@ -167,20 +164,20 @@ def _flag_owners(model: nn.Module) -> dict[_Flag, list[Any]]:
 
 
 class OptimizerState:
-    """An optimizer's state as an object with ``serialize``.
+    """An optimizer's state as an object with ``serialize``, which does not change the optimizer.
 
     ``state`` maps the name of a parameter to its entries; a parameter that never had a gradient has none.
     ``param_groups`` are the hyperparameters, with names of parameters instead of positions.
 
     Args:
-        optimizer: the optimizer, which is not changed by saving.
+        optimizer: the optimizer.
         models: the models whose parameters it trains, by name.
         label: the name of the optimizer in the updater.
-        constructed: `hyperparameters` as the script set them at construction; ``None`` if that is not known. A value that
-            the script of a resumed run sets differently is a changed setting and is kept; all others, which a scheduler
-            or an extension may have changed since, come from the saved run.
-        groups: the names of the parameters in each group, as the script set them up; ``None`` if that is not known. If
-            the groups have changed since, a resumed run builds those of the saved run.
+        constructed: `hyperparameters` as the script set them at construction, if that is known. A value that the script of
+            a resumed run sets differently is a changed setting and is kept; all others, which a scheduler or an extension
+            may have changed since, come from the saved run.
+        groups: the names of the parameters in each group, as the script set them up, if that is known. If the groups have
+            changed since, a resumed run builds those of the saved run.
     """
 
     def __init__(
@@ -191,55 +188,52 @@ class OptimizerState:
         constructed: list[Any] | None = None,
         groups: list[list[str]] | None = None,
     ) -> None:
-        self._optimizer = optimizer
-        self._models = models
-        self._label = label
-        self._constructed = constructed
-        self._groups = groups
+        self._optimizer, self._models, self._label = optimizer, models, label
+        self._constructed, self._groups = constructed, groups
         self._model_names = parameter_names(models)
-        self._names = _names_in(optimizer, self._model_names)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save the state as it is, or restore saved state, each tensor in the dtype in which it was saved."""
-        if isinstance(serializer, Serializer):
+        is_saving, optimizer = isinstance(serializer, Serializer), self._optimizer
+        if is_saving:
             self._check_state()
-        live = self._optimizer.state_dict()
-        made = [dict(group) for group in self._optimizer.param_groups]
-        named = {self._names[key]: entries for key, entries in live["state"].items() if type(key) is int}
+        live, made = optimizer.state_dict(), [dict(group) for group in optimizer.param_groups]
+        ours = group_names(optimizer, self._model_names)
+        names = list(itertools.chain.from_iterable(ours))
+        named = {names[key]: entries for key, entries in live["state"].items() if type(key) is int}
         other = {key: entries for key, entries in live["state"].items() if type(key) is not int}
-        groups = [{**group, "params": [self._names[i] for i in group["params"]]} for group in live["param_groups"]]
+        groups = [{**group, "params": members} for group, members in zip(live["param_groups"], ours, strict=True)]
         for group in groups:
             group.pop("param_names", None)  # torch's own names follow the order at hand
         extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
-        likes = dict(zip(self._names, _parameters(self._optimizer), strict=True))
-        state = visit_like(serializer, "state", named, likes)
-        saved_groups = serializer("param_groups", groups)
+        state = visit_like(serializer, "state", named, dict(zip(names, _parameters(optimizer), strict=True)))
+        groups = serializer("param_groups", groups)
         extra = serializer("extra", extra)
         constructed = serializer("constructed", self._constructed)
-        if isinstance(serializer, Serializer):
+        if is_saving:
             if other:
                 serializer("other_state", other)
-            if self._groups is not None and [group["params"] for group in groups] != self._groups:
+            if self._groups is not None and ours != self._groups:
                 self._check_groups()
                 serializer("initial_groups", self._groups)
             return
         other = visit_optional(serializer, "other_state", None) or {}
-        theirs, ours = ([group["params"] for group in run] for run in (saved_groups, groups))
-        initial = visit_optional(serializer, "initial_groups", None) or theirs
+        theirs = [group["params"] for group in groups]
         if list(map(sorted, ours)) != list(map(sorted, theirs)):
-            if list(map(sorted, initial)) != list(map(sorted, self._groups or [])):
-                raise _refusal(theirs, ours)
-            self._regroup(saved_groups)
-        parameters = dict(zip(self._names, enumerate(_parameters(self._optimizer)), strict=True))
+            self._regroup(theirs, ours, visit_optional(serializer, "initial_groups", None) or theirs)
+            names = list(itertools.chain.from_iterable(theirs))
+        parameters = dict(zip(names, enumerate(_parameters(optimizer)), strict=True))
         by_position: dict[Any, Any] = {}
         for name, entries in state.items():
             position, parameter = parameters[name]
-            by_position[position] = _shard_like(entries, parameter)
-        positions = itertools.count()
-        groups = [
-            {**group, "params": _Positions(itertools.islice(positions, len(group["params"])))} for group in saved_groups
-        ]
-        load_optimizer(self._optimizer, {**by_position, **other}, groups, extra, made)
+            if is_sharded(parameter) and isinstance(entries, dict):  # those that are as large are sharded as it is
+                fits = {key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in entries.items()}
+                entries = {key: shard_like(value, parameter) if fits[key] else value for key, value in entries.items()}
+            by_position[position] = entries
+        ends = list(itertools.accumulate(map(len, theirs), initial=0))
+        numbers = map(range, ends, ends[1:])  # and not lists, in which PyTorch would look for each parameter
+        groups = [{**group, "params": positions} for group, positions in zip(groups, numbers, strict=True)]
+        load_optimizer(optimizer, {**by_position, **other}, groups, extra, made)
         self._apply_changes(constructed, made)
 
     def _check_state(self) -> None:
@@ -262,35 +256,40 @@ class OptimizerState:
 
     def _check_groups(self) -> None:
         """Refuse to save changed groups that have parameters of no model, by whose names they could be made again."""
-        path = f"updater/optimizer:{self._label}/param_groups"
         for index, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in self._model_names:
                     raise ValueError(
-                        f"{path}/{index} has changed since the trainer was made, and has a parameter of shape "
-                        f"{list(parameter.shape)} that belongs to no model of the updater, so that a resumed run could not "
-                        "find it: register it in a module"
+                        f"updater/optimizer:{self._label}/param_groups/{index} has changed since the trainer was made, and "
+                        f"has a parameter of shape {list(parameter.shape)} that belongs to no model of the updater, so that "
+                        "a resumed run could not find it: register it in a module"
                     )
 
-    def _regroup(self, saved: list[Any]) -> None:
+    def _regroup(self, theirs: list[list[str]], ours: list[list[str]], initial: list[list[str]]) -> None:
         """Give the optimizer the parameter groups of the saved run; their settings are not loaded."""
+        if list(map(sorted, initial)) != list(map(sorted, self._groups or [])):
+            had, has = (set(itertools.chain.from_iterable(groups)) for groups in (theirs, ours))
+            raise ValueError(
+                f"the saved optimizer has {len(theirs)} groups of parameters and this one {len(ours)}; "
+                f"only in the saved one: {sorted(had - has)}; only here: {sorted(has - had)}. "
+                "Resume with the same model and the same groups of parameters"
+            )
         parameters = {self._model_names[id(p)]: p for model in self._models.values() for p in model.parameters()}
-        if missing := [name for group in saved for name in group["params"] if name not in parameters]:
+        if missing := [name for names in theirs for name in names if name not in parameters]:
             raise ValueError(
                 f"the saved optimizer {self._label!r} has the parameters {missing}, which no model here has; "
                 "resume with the same model"
             )
         groups = self._optimizer.param_groups
         is_named = any("param_names" in group for group in groups)  # by the script, which gave named_parameters()
-        del groups[len(saved) :]
-        for index, names in enumerate(group["params"] for group in saved):
+        del groups[len(theirs) :]
+        for index, names in enumerate(theirs):
             members = [parameters[name] for name in names]
             dotted = [name.partition("/")[2].replace("/", ".") for name in names]
             if index < len(groups):
                 groups[index].update({"params": members, **({"param_names": dotted} if is_named else {})})
             else:
                 self._optimizer.add_param_group({"params": list(zip(dotted, members, strict=True)) if is_named else members})
-        self._names = _names_in(self._optimizer, self._model_names)
 
     def _apply_changes(self, saved: list[Any] | None, made: list[dict[str, Any]]) -> None:
         """Apply the hyperparameters that the script now constructs otherwise than the script of the saved run."""
@@ -323,7 +322,7 @@ def load_optimizer(
         for key, value in state.get(position, {}).items():
             loaded[key] = _with_dtypes(loaded[key], value)
     for group, settings in zip(optimizer.param_groups, made, strict=False):
-        group.update({key: _filled(settings[key], value) for key, value in group.items() if _has_tensor(settings.get(key))})
+        group.update({key: _filled(settings.get(key), value) for key, value in group.items()})
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -348,10 +347,6 @@ def _as_number(value: Any) -> Any:
     return value.item() if is_number else value
 
 
-def _has_tensor(setting: Any) -> bool:
-    return isinstance(setting, Tensor) or (isinstance(setting, tuple) and any(map(_has_tensor, setting)))
-
-
 def _filled(setting: Any, value: Any) -> Any:
     """Return a value in the form of the setting: where that is a tensor, it is filled in place."""
     if isinstance(setting, tuple) and isinstance(value, (tuple, list)) and len(setting) == len(value):
@@ -360,17 +355,6 @@ def _filled(setting: Any, value: Any) -> Any:
         return value
     with torch.no_grad():
         return setting.copy_(value) if isinstance(value, Tensor) else setting.fill_(value)
-
-
-def _shard_like(entries: Any, parameter: Tensor) -> Any:
-    """Shard entries that are as large as a sharded parameter in the same way."""
-    if not is_sharded(parameter) or not isinstance(entries, dict):
-        return entries
-
-    def fits(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == parameter.shape and not is_sharded(value)
-
-    return {key: shard_like(value, parameter) if fits(value) else value for key, value in entries.items()}
 
 
 def _with_dtypes(loaded: Any, saved: Any) -> Any:
@@ -391,28 +375,10 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-class _Positions(list[int]):
-    """Consecutive numbers. PyTorch looks for each parameter among those of a group, which takes long in a long list."""
-
-    def __contains__(self, number: object) -> bool:
-        return isinstance(number, int) and len(self) > 0 and self[0] <= number <= self[-1]
-
-
-def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the name of each parameter of an optimizer, of one that belongs to no model its number."""
-    return [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(optimizer))]
-
-
 def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the names of the parameters in each group."""
-    in_order = iter(_names_in(optimizer, names))
-    return [list(itertools.islice(in_order, len(group["params"]))) for group in optimizer.param_groups]
-
-
-def _refusal(theirs: list[list[str]], ours: list[list[str]]) -> ValueError:
-    had, has = ({name for names in groups for name in names} for groups in (theirs, ours))
-    return ValueError(
-        f"the saved optimizer has {len(theirs)} groups of parameters and this one {len(ours)}; "
-        f"only in the saved one: {sorted(had - has)}; only here: {sorted(has - had)}. "
-        "Resume with the same model and the same groups of parameters"
-    )
+    """Return the names of the parameters in each group, of one that belongs to no model its number."""
+    numbers = itertools.count()
+    return [
+        [names.get(id(p), f"parameter {number}") for p, number in zip(group["params"], numbers, strict=False)]
+        for group in optimizer.param_groups
+    ]
