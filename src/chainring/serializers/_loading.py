@@ -11,9 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -22,15 +24,7 @@ import torch
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
-from chainring._distributed.sharding import (
-    Region,
-    Shard,
-    is_partition,
-    is_sharded,
-    local_shards,
-    region_of,
-    shard_like,
-)
+from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of, shard_like
 from chainring._files import is_url
 from chainring._messages import info, warn
 from chainring._naming import name_cleaner, unwrap
@@ -45,7 +39,6 @@ from chainring.serializers._store import (
     Place,
     SavedSnapshot,
     explain_absence,
-    fetched,
     find_snapshot,
     open_file,
     split,
@@ -62,6 +55,12 @@ from chainring.serializers.protocol import (
 
 if TYPE_CHECKING:
     from chainring.serializers.foreign import ForeignPlan
+
+_MODEL = "updater/model:"
+_SMALL = 1 << 13  # bytes of a tensor that every rank gets at once
+_BLOCK = 1 << 20  # bytes that a rank reads, sends, or receives at once
+_ROUND = 64  # tensors that are read at once
+T = TypeVar("T")
 
 
 def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", strict: bool = True) -> None:
@@ -91,7 +90,11 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         RankFailed: another rank of the trainer's ``comm`` could not load it.
     """
     snapshot = find_snapshot(path)
-    comm = _find_communicator(obj, snapshot)
+    comm = as_communicator(getattr(obj, "comm", Communicator()))
+    if is_module(obj) and not snapshot.is_local and not hasattr(obj, "comm"):  # those that hold it read what is far away
+        from chainring._distributed.gathering import holders_of  # which few programs need
+
+        comm = holders_of(state_entries(obj).values())
     if snapshot.is_local or not snapshot.exists():
         plan = _plan_together(comm.world, path, obj, path_in_snapshot, strict)
         if plan is not None:
@@ -100,63 +103,13 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
                 info(report)
             return
         if not snapshot.is_local or not Path(path).is_dir():
-            tensors = _read_file(path, Communicator() if snapshot.is_local else comm)
-            _load_file(path, tensors, obj, path_in_snapshot, strict)
+            _load_file(path, obj, path_in_snapshot, strict, Communicator() if snapshot.is_local else comm)
             return
     load_snapshot(snapshot, obj, comm, path_in_snapshot, strict)
 
 
-def _read_file(source: Place, comm: Communicator) -> dict[str, Tensor]:
-    """Return the tensors of the file of a model, which the first of the ranks reads for all."""
-    found: dict[str, Tensor] | None = None
-    failure: Exception | None = None
-    if comm.rank == 0:
-        try:
-            found = _safetensors.read(open_file(source))
-        except (OSError, ValueError) as error:
-            failure = error
-    found, failure = comm.broadcast_object((found, failure))
-    if found is None:
-        assert failure is not None
-        raise failure
-    return found
-
-
-def _find_communicator(obj: Any, snapshot: SavedSnapshot) -> Communicator:
-    """Return the ranks that load an object together; of a model alone those that hold it, if it is far to the snapshot."""
-    if snapshot.is_local or not is_module(obj):
-        return as_communicator(getattr(obj, "comm", Communicator()))
-    from chainring._distributed.gathering import holders_of
-
-    return as_communicator(getattr(obj, "comm", holders_of(state_entries(obj).values())))
-
-
-def _load_file(source: Place, tensors: dict[str, Tensor], obj: Any, path_in_snapshot: str, strict: bool) -> None:
-    """Load the file of a model."""
-    if not is_module(obj):
-        raise TypeError(
-            f"{source} holds a model, and a {type(obj).__name__} is loaded from a snapshot directory; load a model by "
-            "load(path, model)"
-        )
-    if path_in_snapshot:
-        prefix = f"{path_in_snapshot.strip('/').replace('/', '.')}."
-        tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    _load_entries(obj, tensors, strict)
-    if parts := own_states(unwrap(obj)):
-        paths = ", ".join(f"{type(part).__name__} at {path!r}" for path, part in parts)
-        warn(
-            f"{source} contains only parameters and buffers: the state that serialize of {paths} declares stays as it is. "
-            "serializers.save(path, model) writes a directory with both",
-        )
-
-
 def _plan_together(comm: Communicator, source: Place, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
-    """Return how a checkpoint of another library is loaded by all ranks, ``None`` if it is none for any of them.
-
-    Raises:
-        RankFailed: another rank cannot load it.
-        ValueError: rank 0 has read something else.
-    """
+    """Return how a checkpoint of another library is loaded by all ranks, ``None`` if it is none for any of them."""
     plan, failure, content = None, None, None
     try:
         plan = _plan_foreign(source, obj, path, strict)
@@ -177,7 +130,22 @@ def _plan_together(comm: Communicator, source: Place, obj: Any, path: str, stric
 def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
     """Return how a checkpoint of another library is loaded; ``None`` for what `save` wrote."""
     if is_url(place):
-        return _plan_object(os.fspath(place), obj, path, strict)
+        try:
+            file = open_file(place)
+        except FileNotFoundError:
+            raise explain_absence(place) from None
+        if find_snapshot(place).name != split(place)[1]:  # a link, and to nothing
+            raise explain_absence(place)
+        if not _safetensors.is_pickle(file):
+            return None
+        with tempfile.TemporaryDirectory(prefix="chainring-") as folder:
+            copy = Path(folder, file.path.rpartition("/")[2])
+            file.copy_to(copy)
+            try:
+                return _plan_foreign(copy, obj, path, strict)
+            except Exception as error:
+                error.add_note(f"{copy} was a copy of {file.path}")
+                raise
     source = Path(place)
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
@@ -194,18 +162,36 @@ def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPla
     return plan
 
 
-def _plan_object(url: str, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
-    """Return how an object of another library is loaded, which is copied to the disk; see `_plan_foreign`."""
-    try:
-        file = open_file(url)
-    except FileNotFoundError:
-        raise explain_absence(url) from None
-    if find_snapshot(url).name != split(url)[1]:  # a link, and to nothing
-        raise explain_absence(url)
-    if not _safetensors.is_pickle(file):
-        return None
-    with fetched(file) as copy:
-        return _plan_foreign(copy, obj, path, strict)
+def _load_file(source: Place, obj: Any, path: str, strict: bool, comm: Communicator) -> None:
+    """Load the file of a model, which the first of the ranks reads for all."""
+    tensors: dict[str, Tensor] = {}
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            tensors = _safetensors.read(open_file(source))
+        except (OSError, ValueError) as error:
+            failure = error
+    tensors, failure = comm.broadcast_object((tensors, failure))
+    if failure is not None:
+        raise failure
+    if not is_module(obj):
+        raise TypeError(
+            f"{source} holds a model, and a {type(obj).__name__} is loaded from a snapshot directory; load a model by "
+            "load(path, model)"
+        )
+    if path:
+        prefix = f"{path.strip('/').replace('/', '.')}."
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    entries, clean = state_entries(obj), name_cleaner(obj)
+    names = {clean(name): name for name in entries}  # its own may stand below prefixes of wrappers
+    found = {names.get(name, name): value for name, value in tensors.items()}
+    load_entries(obj, {name: shard_like(value, entries.get(name)) for name, value in found.items()}, strict)
+    if parts := own_states(unwrap(obj)):
+        paths = ", ".join(f"{type(part).__name__} at {path!r}" for path, part in parts)
+        warn(
+            f"{source} contains only parameters and buffers: the state that serialize of {paths} declares stays as it is. "
+            "serializers.save(path, model) writes a directory with both",
+        )
 
 
 def load_snapshot(
@@ -216,17 +202,34 @@ def load_snapshot(
     Each part is read and verified by one of them. Where there are several, and where the snapshot lies in an object store,
     what is damaged may show only when some of the object has been filled.
     """
-    with without_collections(), StoredTensors(source, STATE, comm.world) as stored:
-        state = _values.decode(stored.text, stored.tensors)
-        _load_state(state, obj, path_in_snapshot, strict, source, stored)
+    with without_collections(), StoredTensors(source, comm.world) as stored:
+        state = whole = _values.decode(stored.text, stored.tensors)
+        if path_in_snapshot or is_module(obj):
+            prefix = f"{path_in_snapshot.strip('/')}/" if path_in_snapshot else model_prefix(state, source)
+            name, _, below = prefix.removeprefix(_MODEL).partition("/")
+            changed = state.get(f"updater/changed_buffers:{name}", {}) if prefix.startswith(_MODEL) else {}
+            recorded = {path.removeprefix(below): layouts for path, layouts in changed.items() if path.startswith(below)}
+            if is_module(obj) and recorded:
+                module = unwrap(obj)
+                restore_layouts(module, buffer_layouts(module), recorded, lambda path: read_stored(whole.get(prefix + path)))
+            state = {key.removeprefix(prefix): value for key, value in whole.items() if key.startswith(prefix)}
+            if prefix and not state:
+                raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
+        if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
+            raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
+        saved = DictionaryDeserializer(state, strict)
+        saved.place, saved.origin = source.place, stored
+        saved.directory = None if is_module(obj) else source.folder_beside(stored.manifest)
+        saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
+        saved.visit("", unwrap(obj))
 
 
-def _load_entries(module: Any, tensors: Mapping[str, Any], strict: bool) -> None:
-    """Load parameters and buffers by their dotted names into a module, whose own may stand below prefixes of wrappers."""
-    entries, clean = state_entries(module), name_cleaner(module)
-    names = {clean(name): name for name in entries}
-    found = {names.get(name, name): value for name, value in tensors.items()}
-    load_entries(module, {name: shard_like(value, entries.get(name)) for name, value in found.items()}, strict)
+def model_prefix(state: Mapping[str, Any], source: object) -> str:
+    """Return the prefix of the only model in a snapshot, or of the main one; an empty one where there is no model."""
+    names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
+    if len(names) > 1 and "main" not in names:
+        raise ValueError(f"{source} has the models {names}; name one by path_in_snapshot, such as {_MODEL + names[0]!r}")
+    return f"{_MODEL}{'main' if 'main' in names else names[0]}/" if names else ""
 
 
 def read_state(source: SavedSnapshot | Place) -> dict[str, Any]:
@@ -239,63 +242,10 @@ def read_state(source: SavedSnapshot | Place) -> dict[str, Any]:
 def opened_state(source: SavedSnapshot) -> Iterator[dict[str, Any]]:
     """Open a snapshot for one process: its flat state, in which `read_stored` reads large tensors during the block.
 
-    Of a snapshot on a disk every byte is verified first, elsewhere what is read.
-
-    Raises:
-        CorruptError: it is not what was written.
+    Of a snapshot on a disk every byte is verified first, elsewhere what is read; a `CorruptError` if it is another.
     """
-    with StoredTensors(source, STATE, Communicator()) as stored:
+    with StoredTensors(source, Communicator()) as stored:
         yield _values.decode(stored.text, stored.tensors)
-
-
-def _load_state(
-    state: dict[str, Any], obj: Any, path: str, strict: bool, source: SavedSnapshot, stored: StoredTensors
-) -> None:
-    if path or is_module(obj):
-        prefix = f"{path.strip('/')}/" if path else model_prefix(state, source)
-        if is_module(obj) and prefix.startswith(_MODEL):
-            _restore_layouts(unwrap(obj), state, prefix)
-        state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        if prefix and not state:
-            raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
-    if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
-        raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
-    saved = DictionaryDeserializer(state, strict)
-    saved.place, saved.origin = source.place, stored
-    saved.directory = None if is_module(obj) else source.folder_beside(stored.manifest)
-    saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
-    saved.visit("", unwrap(obj))
-
-
-def _restore_layouts(module: Any, state: Mapping[str, Any], prefix: str) -> None:
-    """Give a model, or a part of one, the buffers whose form the saved run has changed."""
-    name, _, below = prefix.removeprefix(_MODEL).partition("/")
-    changed = state.get(f"updater/changed_buffers:{name}", {})
-    recorded = {path.removeprefix(below): layouts for path, layouts in changed.items() if path.startswith(below)}
-    if recorded:
-        restore_layouts(module, buffer_layouts(module), recorded, lambda path: read_stored(state.get(prefix + path)))
-
-
-def model_prefix(state: Mapping[str, Any], source: object) -> str:
-    """Return the prefix of the only model in a snapshot, or of the main one; an empty one where there is no model.
-
-    Raises:
-        ValueError: there are several, and none is the main one.
-    """
-    names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
-    if len(names) > 1 and "main" not in names:
-        raise ValueError(f"{source} has the models {names}; name one by path_in_snapshot, such as {_MODEL + names[0]!r}")
-    return f"{_MODEL}{'main' if 'main' in names else names[0]}/" if names else ""
-
-
-_MODEL = "updater/model:"
-T = TypeVar("T")
-Request = Mapping[str, list[Region]]
-"""By the names of the tensors that are read, the regions of them that a rank needs."""
-
-_SMALL = 1 << 13  # bytes of a tensor that every rank gets at once
-_BLOCK = 1 << 20  # bytes that a rank reads, sends, or receives at once
-_ROUND = 64  # tensors that are read at once
 
 
 class _Part(NamedTuple):
@@ -319,19 +269,10 @@ class _Described(NamedTuple):
     same_as: str | None  # the tensor that is stored in its place
 
 
-class _Offer(NamedTuple):
-    """A part of a tensor that a rank has, and the ranks that need some of it."""
-
-    region: Region
-    ranks: set[int]
-
-
-class _Block(NamedTuple):
-    """A box of a part whose elements follow each other in the file."""
-
-    name: str
-    number: int  # of the part, among those that its rank has of the tensor
-    region: Region  # of the tensor
+Request = Mapping[str, list[Region]]
+"""By the names of the tensors that are read, the regions of them that a rank needs."""
+Offer = Mapping[str, list[tuple[Region, set[int]]]]
+"""By their names, the parts of the tensors that a rank has, and for each the ranks that need some of it."""
 
 
 class StoredTensors:
@@ -349,16 +290,16 @@ class StoredTensors:
         tensors: the tensors, those that are not small as `StoredTensor`.
     """
 
-    def __init__(self, source: SavedSnapshot, state: str, comm: Communicator) -> None:
+    def __init__(self, source: SavedSnapshot, comm: Communicator) -> None:
         self._source, self._comm, self._has_ended = source, comm, False
         # One rank verifies all of a snapshot on its disk before anything is filled; of one that is far away each byte is
         # read once, and verified on the way.
         self._is_verified = source.is_local and comm.size == 1
-        looked = self._on_all(lambda: self._look(state) if comm.rank == 0 else None)[0]
-        assert looked is not None
-        self.manifest, self.text = looked
+        about: Any = self._on_all(lambda: self._look() if comm.rank == 0 else None)[0]
+        self.manifest: Manifest = about[0]
+        self.text: bytes = about[1]
         self._parts: dict[str, list[_Part]] = {}
-        self.tensors = self._assemble(list(itertools.chain.from_iterable(self._on_all(self._open))))
+        self.tensors = self._assemble(itertools.chain.from_iterable(self._on_all(self._open)))
 
     def __enter__(self) -> StoredTensors:
         return self
@@ -379,11 +320,23 @@ class StoredTensors:
         """
         wanted: dict[str, list[Shard]] = {}
         for stored, target in targets:
-            wanted.setdefault(stored.name, []).extend(_shards_of(target.detach()))
+            tensor = target.detach()
+            whole = Shard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+            wanted.setdefault(stored.name, []).extend(local_shards(tensor) if is_sharded(tensor) else [whole])
         names = list(wanted)
         for start in range(0, len(names), _ROUND):
             requests = self._agree({name: list(map(region_of, wanted[name])) for name in names[start : start + _ROUND]})
-            offers = self._gather(self._offer(requests))
+            parts = {name: self._parts[name] for name in requests[0].keys() & self._parts.keys()}
+            in_order = sorted(parts, key=lambda name: (parts[name][0].file.path, parts[name][0].start))
+            offers: list[Offer] = self._gather(
+                {
+                    name: [
+                        (part.region, {rank for rank, request in enumerate(requests) if _needs(request[name], part.region)})
+                        for part in parts[name]
+                    ]
+                    for name in in_order
+                }
+            )
             dtypes = {name: self.tensors[name].dtype for name in requests[0]}
             stream = _Stream(self._comm, self._parts, dtypes, requests, offers, wanted)
             try:
@@ -416,7 +369,7 @@ class StoredTensors:
                 )
         return requests
 
-    def _gather(self, value: T) -> list[T]:
+    def _gather(self, value: Any) -> list[Any]:
         try:
             return self._comm.gather_object(value)
         except BaseException:
@@ -428,22 +381,23 @@ class StoredTensors:
         result, failure = None, None
         try:
             result = call()
+        except CorruptError as error:
+            failure = error
         except (ValueError, OSError) as error:
-            is_told = isinstance(error, CorruptError)
-            failure = error if is_told else CorruptError(f"{self._source} cannot be read: {error}")
-        answers: list[Any] = self._gather((result, failure))
+            failure = CorruptError(f"{self._source} cannot be read: {error}")
+        answers = self._gather((result, failure))
         for _, failure in answers:
             if failure is not None:
                 raise failure
         return [result for result, _ in answers]
 
-    def _look(self, state: str) -> tuple[Manifest, bytes]:
+    def _look(self) -> tuple[Manifest, bytes]:
         manifest = self._source.verify(content=self._is_verified)
-        if state not in manifest.files:
-            raise CorruptError(f"{self._source} has no {state}")
-        text = self._source.open(state, manifest).read_all()
-        if zlib.crc32(text) != manifest.files[state][1]:
-            raise CorruptError(f"{self._source}/{state} has other bytes than were written")
+        if STATE not in manifest.files:
+            raise CorruptError(f"{self._source} has no {STATE}")
+        text = self._source.open(STATE, manifest).read_all()
+        if zlib.crc32(text) != manifest.files[STATE][1]:
+            raise CorruptError(f"{self._source}/{STATE} has other bytes than were written")
         return manifest, text
 
     def _open(self) -> list[_Described]:
@@ -508,105 +462,87 @@ class StoredTensors:
         tied = {name: source for name, (source, *others) in sources.items() if source in tensors and not others}
         return tensors | {name: tensors[source] for name, source in tied.items() if source is not None}
 
-    def _offer(self, requests: Sequence[Request]) -> dict[str, list[_Offer]]:
-        """Return the parts of the requested tensors that this rank has, in the order in which they lie in its files."""
 
-        def needs(part: _Part, regions: list[Region]) -> bool:
-            return any(_overlap(part.region, region) for region in regions)
+class _Block(NamedTuple):
+    """A box of a part whose elements follow each other in the file."""
 
-        def start_of(name: str) -> tuple[str, int]:
-            return self._parts[name][0].file.path, self._parts[name][0].start
-
-        names = sorted(requests[0].keys() & self._parts.keys(), key=start_of)
-        return {
-            name: [
-                _Offer(part.region, {rank for rank, request in enumerate(requests) if needs(part, request[name])})
-                for part in self._parts[name]
-            ]
-            for name in names
-        }
+    name: str
+    number: int  # of the part, among those that its rank has of the tensor
+    region: Region  # of the tensor
+    is_shared: bool  # whether other ranks need some of the part
 
 
+@dataclass
 class _Stream:
     """A read in which parts of tensors are read in blocks, and handed to the ranks that need them."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        parts: Mapping[str, list[_Part]],
-        dtypes: Mapping[str, torch.dtype],
-        requests: Sequence[Request],
-        offers: Sequence[Mapping[str, list[_Offer]]],
-        wanted: Mapping[str, list[Shard]],
-    ) -> None:
-        self._comm, self._parts, self._dtypes, self._wanted = comm, parts, dtypes, wanted
-        self._requests, self._offers = requests, offers
-        self._crcs: dict[tuple[str, int], int] = {}
-        self._ends = self._row_ends()  # by file and first byte of a part, where those end that are read one after the other
-        self._failure: CorruptError | None = None
+    comm: Communicator
+    parts: Mapping[str, list[_Part]]
+    dtypes: Mapping[str, torch.dtype]
+    requests: Sequence[Request]
+    offers: Sequence[Offer]
+    wanted: Mapping[str, list[Shard]]
+    crcs: dict[tuple[str, int], int] = field(default_factory=dict)  # of what was read so far of each part
+    failure: CorruptError | None = None
 
     def check(self) -> None:
         """Raise what was found wrong in the parts that this rank has read."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def run(self) -> None:
         """Fill what is wanted here, and what the other ranks want of the parts here."""
-        limit = max(_BLOCK // self._comm.size, 1 << 18)
-        plans = [list(self._steps(rank, limit, is_shared=True)) for rank in range(self._comm.size)]
+        extents = []
+        for name, offers in self.offers[self.comm.rank].items():
+            for part, (region, ranks) in zip(self.parts[name], offers, strict=True):
+                if ranks:
+                    end = part.start + math.prod(region[1]) * self.dtypes[name].itemsize
+                    extents.append((part.file.path, part.start, end))
+        ends: dict[tuple[str, int], int] = {}  # by file and first byte of a part, where those end that follow each other
+        for path, start, end in sorted(extents, reverse=True):
+            ends[path, start] = ends.get((path, end), end)
+        plans = [list(self._steps(rank)) for rank in range(self.comm.size)]
         for step in itertools.zip_longest(*plans, fillvalue=()):
-            self._exchange(step)
-        for blocks in self._steps(self._comm.rank, _BLOCK, is_shared=False):
-            for block in blocks:
-                self._fill(block, self._read(block))
+            self._exchange(step, ends)
 
-    def _row_ends(self) -> dict[tuple[str, int], int]:
-        own, extents = self._comm.rank, []
-        for name, offers in self._offers[own].items():
-            for part, offer in zip(self._parts[name], offers, strict=True):
-                if offer.ranks:  # what others need comes first
-                    end = part.start + math.prod(part.region[1]) * self._dtypes[name].itemsize
-                    extents.append((offer.ranks != {own}, part.file.path, part.start, end))
-        rows: dict[tuple[bool, str, int], int] = {}
-        for is_shared, path, start, end in sorted(extents, reverse=True):
-            rows[is_shared, path, start] = rows.get((is_shared, path, end), end)
-        return {(path, start): end for (_, path, start), end in rows.items()}
-
-    def _steps(self, rank: int, limit: int, *, is_shared: bool) -> Iterator[list[_Block]]:
-        """Yield blocks of the parts of a rank that others need, or those that it alone needs, a few at a time."""
+    def _steps(self, rank: int) -> Iterator[list[_Block]]:
+        """Yield the blocks that are needed of the parts of a rank, a few at a time."""
+        limit = max(_BLOCK // self.comm.size, 1 << 18)
         step: list[_Block] = []
         size = 0
-        for name, offers in self._offers[rank].items():
-            itemsize = self._dtypes[name].itemsize
+        for name, offers in self.offers[rank].items():
+            itemsize = self.dtypes[name].itemsize
             for number, (region, ranks) in enumerate(offers):
-                if not ranks or (ranks != {rank}) != is_shared:
-                    continue
-                for box in _boxes(region[1], limit // itemsize):
+                for box in _boxes(region[1], limit // itemsize) if ranks else ():
                     offsets = tuple(start + offset for start, offset in zip(region[0], box[0], strict=True))
                     if step and size + math.prod(box[1]) * itemsize > limit:
                         yield step
                         step, size = [], 0
-                    step.append(_Block(name, number, (offsets, box[1])))
+                    step.append(_Block(name, number, (offsets, box[1]), ranks != {rank}))
                     size += math.prod(box[1]) * itemsize
         if step:
             yield step
 
-    def _exchange(self, blocks: Sequence[Sequence[_Block]]) -> None:
-        """Send the blocks of this rank to those that need them, and take those of the others, rank by rank."""
-        own = self._comm.rank
+    def _exchange(self, blocks: Sequence[Sequence[_Block]], ends: Mapping[tuple[str, int], int]) -> None:
+        """Read the blocks of this rank, send them to those that need them, and take those of the others, rank by rank."""
+        own = self.comm.rank
         sent: list[list[Tensor]] = [[] for _ in blocks]
         for block in blocks[own]:
-            content = self._read(block)
-            self._fill(block, content)
-            for rank, request in enumerate(self._requests):
+            content = self._read(block, ends)
+            for overlap, target in self._targets(block):
+                target[...] = content[_within(block.region, overlap)]
+            for rank, request in enumerate(self.requests):
                 overlaps = [_overlap(block.region, region) for region in request[block.name] if rank != own]
-                sent[rank] += [_bytes(content[_within(block.region, overlap)]) for overlap in overlaps if overlap]
+                wanted = [content[_within(block.region, overlap)].contiguous() for overlap in overlaps if overlap]
+                sent[rank] += [piece.reshape(-1).view(torch.uint8) for piece in wanted]
+        if not any(block.is_shared for of_rank in blocks for block in of_rank):
+            return
         coming = [
             [target for block in of_rank if rank != own for _, target in self._targets(block)]
             for rank, of_rank in enumerate(blocks)
         ]
         sizes = [sum(target.numel() * target.itemsize for target in targets) for targets in coming]
-        wait = self._comm.start_all_to_all([_joined(pieces).to(self._comm.device) for pieces in sent], sizes)
+        wait = self.comm.start_all_to_all([_join(pieces).to(self.comm.device) for pieces in sent], sizes)
         sent.clear()
         for content, targets in zip(wait(), coming, strict=True):
             pieces = torch.split(content.cpu(), [target.numel() * target.itemsize for target in targets])
@@ -615,30 +551,27 @@ class _Stream:
 
     def _targets(self, block: _Block) -> Iterator[tuple[Region, Tensor]]:
         """Yield the regions of a block that are wanted here, in the order of the request, each with the tensor to fill."""
-        for shard in self._wanted.get(block.name, ()):
+        for shard in self.wanted.get(block.name, ()):
             if overlap := _overlap(block.region, region_of(shard)):
                 yield overlap, shard.tensor[_within(region_of(shard), overlap)]
 
-    def _fill(self, block: _Block, content: Tensor) -> None:
-        for overlap, target in self._targets(block):
-            target[...] = content[_within(block.region, overlap)]
-
-    def _read(self, block: _Block) -> Tensor:
+    def _read(self, block: _Block, ends: Mapping[tuple[str, int], int]) -> Tensor:
         """Return the content of a block of a part, of which the blocks before it were read before."""
-        part, dtype = self._parts[block.name][block.number], self._dtypes[block.name]
-        first = _row_major_index(block.region, part.region) * dtype.itemsize
+        part, dtype = self.parts[block.name][block.number], self.dtypes[block.name]
+        first = 0  # the number of its first element among those of the part, in row-major order
+        for start, origin, length in zip(block.region[0], *part.region, strict=True):
+            first = first * length + start - origin
         size, whole = (math.prod(region[1]) * dtype.itemsize for region in (block.region, part.region))
         content = torch.empty(size, dtype=torch.uint8)
         try:
-            content = part.file.read(part.start + first, size, self._ends[part.file.path, part.start])
+            content = part.file.read(part.start + first * dtype.itemsize, size, ends[part.file.path, part.start])
         except OSError as error:
-            self._failure = self._failure or CorruptError(f"{part.file.path} cannot be read: {error}")
+            self.failure = self.failure or CorruptError(f"{part.file.path} cannot be read: {error}")
         key = block.name, block.number
-        self._crcs[key] = crc = zlib.crc32(memoryview(content.numpy()), self._crcs.get(key, 0))  # type: ignore[arg-type]
-        if first + size == whole and part.crc not in (crc, None):
-            self._failure = self._failure or CorruptError(
-                f"{part.file.path} has other bytes of {key[0]!r} than were written"
-            )
+        self.crcs[key] = crc = zlib.crc32(memoryview(content.numpy()), self.crcs.get(key, 0))  # type: ignore[arg-type]
+        if first * dtype.itemsize + size == whole and part.crc not in (crc, None):
+            problem = f"{part.file.path} has other bytes of {block.name!r} than were written"
+            self.failure = self.failure or CorruptError(problem)
         return content.view(dtype).reshape(block.region[1])
 
 
@@ -653,20 +586,14 @@ def _share(stored: Mapping[str, _safetensors.Stored], position: int, count: int)
     return mine
 
 
-def _shards_of(tensor: Tensor) -> list[Shard]:
-    if is_sharded(tensor):
-        return local_shards(tensor)
-    return [Shard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
+def _join(pieces: Sequence[Tensor]) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def _needs(regions: Iterable[Region], part: Region) -> bool:
+    return any(_overlap(part, region) for region in regions)
 
 
 def _overlap(first: Region, second: Region) -> Region | None:
@@ -681,14 +608,6 @@ def _within(outer: Region, inner: Region) -> tuple[slice, ...]:
     """Return the index of a region in the tensor of a region around it."""
     starts = [start - origin for start, origin in zip(inner[0], outer[0], strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, inner[1], strict=True))
-
-
-def _row_major_index(inner: Region, outer: Region) -> int:
-    """Return the number of the first element of a region among those of the region around it."""
-    index = 0
-    for start, origin, size in zip(inner[0], *outer, strict=True):
-        index = index * size + start - origin
-    return index
 
 
 def _boxes(sizes: Sequence[int], limit: int) -> Iterator[Region]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import operator
 import os
 import tempfile
@@ -13,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class StagingBuffers:
     # Fresh memory costs a page fault every 4 kB, which takes longer than the copy itself.
 
     def __init__(self) -> None:
-        self._last = _Description([], [], [])
+        self._last: tuple[list[int], list[Any]] = [], []
+        self._distinct: list[int] = []  # of the tensors that were copied last, those that no earlier one is, by position
         self._devices: set[torch.device] = set()  # the accelerators that hold some of the tensors
         self._buffers: list[Tensor] = []  # one for each that is distinct
         self._copies: list[Tensor] = []  # the buffer of each
@@ -59,10 +61,12 @@ class StagingBuffers:
     def copy(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
         """Return copies on the host, which the next call overwrites; tensors that share memory share it there too."""
         originals = list(tensors.values())
-        if (found := _describe(originals)) != self._last:
-            self._buffers = [self._buffer(place, originals[i]) for place, i in enumerate(found.distinct)]
-            buffers = dict(zip(found.distinct, self._buffers, strict=True))
-            self._copies, self._last = [buffers[first] for first in found.first], found
+        if (description := _describe(originals)) != self._last:
+            self._distinct = list(dict.fromkeys(description[0]))
+            last = [*self._buffers, *itertools.repeat(None, len(self._distinct))]
+            self._buffers = [_buffer_of(originals[i], buffer) for i, buffer in zip(self._distinct, last, strict=False)]
+            buffers = dict(zip(self._distinct, self._buffers, strict=True))
+            self._copies, self._last = [buffers[first] for first in description[0]], description
             self._devices = {tensor.device for tensor in originals if not tensor.is_cpu}
         self._fill(originals)
         for device in self._devices:
@@ -77,13 +81,10 @@ class StagingBuffers:
         The copy begins before it is known that the tensors have the layouts of those that were copied last, which is found
         out beside it. Where they have others, it is repeated.
         """
-        originals = list(tensors.values())
-
-        def call_and_compare() -> tuple[T, bool]:
-            return call(), _describe(originals) == self._last  # which may be of tensors that the call refuses
-
-        may_fit = len(originals) == len(self._copies) and not self._devices
-        answer = thread.submit(call_and_compare) if may_fit else None
+        originals, answer = list(tensors.values()), None
+        if len(originals) == len(self._copies) and not self._devices:
+            # The tensors are described after the call, which may refuse some.
+            answer = thread.submit(lambda: (call(), _describe(originals) == self._last))
         if answer is None:
             result = call()
             return self.copy(tensors), result
@@ -96,39 +97,28 @@ class StagingBuffers:
         """Copy tensors into the buffers."""
         if self._buffers:
             with torch.no_grad():  # one call for all, since a call for each takes longer than to copy a small one
-                torch._foreach_copy_(self._buffers, [originals[i] for i in self._last.distinct], non_blocking=True)
-
-    def _buffer(self, place: int, tensor: Tensor) -> Tensor:
-        like = torch.empty_like(tensor, device="meta")  # for its strides, which clone() would choose
-        if place < len(self._buffers) and _layout(buffer := self._buffers[place]) == _layout(like):
-            return buffer
-        return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+                torch._foreach_copy_(self._buffers, [originals[i] for i in self._distinct], non_blocking=True)
 
 
-class _Description(NamedTuple):
-    """What must be the same of tensors for them to be copied to where the last were.
+def _buffer_of(tensor: Tensor, last: Tensor | None) -> Tensor:
+    """Return memory for a tensor: the last buffer, if that has its layout."""
+    like = torch.empty_like(tensor, device="meta")  # for its strides, which clone() would choose
+    if last is not None and (last.dtype, last.shape, last.stride()) == (like.dtype, like.shape, like.stride()):
+        return last
+    return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
 
-    Attributes:
-        first: by position, that of the first tensor that is the same view of the same memory.
-        distinct: those positions, each once.
-        layouts: the devices, dtypes and shapes of all, and then their strides.
+
+def _describe(tensors: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
+    """Return what must be the same of tensors for them to be copied to where the last were.
+
+    By position that of the first tensor that is the same view of the same memory; and the devices, dtypes and shapes of all,
+    and then their strides.
     """
-
-    first: list[int]
-    distinct: list[int]
-    layouts: list[Any]
-
-
-def _describe(tensors: Sequence[Tensor]) -> _Description:
     first = list(find_aliases(dict(enumerate(tensors))).values())
-    return _Description(first, list(dict.fromkeys(first)), [*map(_form, tensors), *map(Tensor.stride, tensors)])
+    return first, [*map(_form, tensors), *map(Tensor.stride, tensors)]
 
 
 _form = operator.attrgetter("device", "dtype", "shape")
-
-
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 class BackgroundWriter:
@@ -141,8 +131,7 @@ class BackgroundWriter:
     def start(self, call: Callable[[], None], after: Iterable[BackgroundWriter] = ()) -> None:
         """Do as `wait` does, and start a call, which begins when those under way in ``after`` have ended."""
         self.wait()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="chainring-snapshot")
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="chainring-snapshot")
         earlier = _running(after)
 
         def begin() -> None:
@@ -161,11 +150,7 @@ class BackgroundWriter:
         futures.wait(_running(others))
 
     def wait(self) -> None:
-        """Wait until nothing is running.
-
-        Raises:
-            Exception: what the last call has raised; once.
-        """
+        """Wait until nothing is running; what the last call has raised is raised here, once."""
         if (running := self._running) is not None:
             try:
                 running.result()
@@ -188,9 +173,6 @@ def _running(others: Iterable[BackgroundWriter]) -> list[Future[None]]:
 
 
 _PART = 8 << 20  # bytes that are copied at once
-
-WriteResult = Written | str
-"""The size and the checksums of the file that a rank has written, or why it could not write it."""
 
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:
@@ -222,14 +204,14 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
     if is_saved_as_file(obj):
         save_tensors(path, module_tensors(obj))
         return
-    place, name = split(path)
-    state = capture(obj, None if is_url(place) else Path(place))
-    iteration = state.target.get("updater/iteration", state.target.get("iteration", 0))
+    above, name = split(path)
+    state = capture(obj, None if is_url(above) else Path(above))
+    count = state.target.get("updater/iteration", state.target.get("iteration", 0))
+    iteration = count if isinstance(count, int) else 0
 
     def commit(values: dict[str, Any], load: Load | None = None) -> None:
         state.target |= values
-        count = iteration if isinstance(iteration, int) else 0
-        Checkpoint(state).commit(open_store(place), name, count, load=load)
+        Checkpoint(state).commit(open_store(above), name, iteration, load=load)
 
     if is_module(obj) and any(map(is_sharded, state.target.values())):
         from chainring._distributed.gathering import write_on_one_rank  # which few programs need
@@ -245,6 +227,7 @@ def _identity(path: Place) -> str:
 
 
 def process_rank() -> int:
+    """Return the rank of this process, 0 without a process group."""
     distributed = torch.distributed
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
@@ -270,8 +253,8 @@ class Checkpoint:
             busy = sum(tensor.numel() for tensor in self.tensors.values())
             for name, shards in assign_writers(sharded, comm, busy).items():
                 for number, shard in enumerate(shards):
-                    self.tensors[key := part_key(name, number)] = shard.tensor
-                    self._offsets[key] = shard.offsets, shard.shape
+                    key = f"{name}\0{number}" if number else name  # names of tensors have no zero
+                    self.tensors[key], self._offsets[key] = shard.tensor, (shard.offsets, shard.shape)
         self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
         if own := state.own_paths():
             self.about["own state of modules"] = own
@@ -304,13 +287,13 @@ class Checkpoint:
 
         about = {**self.about, **(about or {})}
         files: dict[str, WriteFile] = {STATE: write_text}
-        if not self.is_sharded or self._comm.size == 1:
+        if self.is_sharded and self._comm.size > 1:
             if self._comm.rank == 0:
-                store.commit(name, {_rank_file(0, 1): write, **files}, iteration, about, self._referred)
+                coordinate(comm, store, name, write, files, iteration, about, self._referred)
+            else:
+                participate(comm, store, write)
         elif self._comm.rank == 0:
-            coordinate(comm, store, name, write, files, iteration, about, self._referred)
-        else:
-            participate(comm, store, write)
+            store.commit(name, {_rank_file(0, 1): write, **files}, iteration, about, self._referred)
 
 
 def checkpoint_of_copies(state: StateCollector, staging: StagingBuffers, thread: BackgroundWriter) -> Checkpoint:
@@ -327,11 +310,6 @@ def checkpoint_of_copies(state: StateCollector, staging: StagingBuffers, thread:
     return checkpoint
 
 
-def part_key(name: str, number: int) -> str:
-    """Return the name in a file of one of the shards that a rank writes of a tensor; names of tensors have no zero."""
-    return f"{name}\0{number}" if number else name
-
-
 def coordinate(
     comm: Communicator,
     store: Snapshots,
@@ -342,11 +320,7 @@ def coordinate(
     about: Any,
     beside: Sequence[Path] = (),
 ) -> None:
-    """Commit a snapshot with the files of all ranks: the side of rank 0 of a two-phase commit, beside `participate`.
-
-    Raises:
-        OSError: a rank could not write, or the snapshot could not be published.
-    """
+    """Commit a snapshot with the files of all ranks: the side of rank 0 of a two-phase commit, beside `participate`."""
     is_announced = False
 
     def write_all(draft: str) -> dict[str, Written]:
@@ -371,11 +345,7 @@ def coordinate(
 
 
 def participate(comm: Communicator, store: Snapshots, write: WriteFile) -> None:
-    """Write this rank's file of the snapshot that rank 0 commits by `coordinate`.
-
-    Raises:
-        OSError: the snapshot is not committed; the error says which rank has failed and why.
-    """
+    """Write this rank's file of the snapshot that rank 0 commits by `coordinate`; an error says which rank has failed."""
     draft: str | None = comm.broadcast_object(None)
     if draft is not None:
         comm.gather_object(_try_to_write(store, draft, _rank_file(comm.rank, comm.size), write))
@@ -384,7 +354,8 @@ def participate(comm: Communicator, store: Snapshots, write: WriteFile) -> None:
         raise OSError(errno.EIO, failure)
 
 
-def _try_to_write(store: Snapshots, draft: str, file: str, write: WriteFile) -> WriteResult:
+def _try_to_write(store: Snapshots, draft: str, file: str, write: WriteFile) -> Written | str:
+    """Return the size and the checksums of the file that a rank has written, or why it could not write it."""
     try:
         return store.write(draft, file, write)
     except BaseException as error:  # whatever it is, the other ranks must not wait
@@ -401,14 +372,9 @@ def is_saved_as_file(obj: Any) -> bool:
 
 
 def module_tensors(module: Any) -> dict[str, Tensor]:
-    """Return the entries of a model's state, not copied; of sharded ones each rank has its part.
-
-    Raises:
-        TypeError: one of them is not a tensor.
-        ValueError: two of them have one path.
-    """
+    """Return the entries of a model's state, not copied; of sharded ones each rank has its part."""
     entries, clean = state_entries(module), name_cleaner(module)
-    entry_names(module, entries)
+    entry_names(module, entries)  # refuses two with one path
     tensors: dict[str, Tensor] = {clean(name): value for name, value in entries.items()}
     if others := {name: type(value).__name__ for name, value in tensors.items() if not isinstance(value, Tensor)}:
         raise TypeError(
@@ -421,9 +387,7 @@ def module_tensors(module: Any) -> dict[str, Tensor]:
 def save_tensors(target: Place, tensors: Mapping[str, Tensor], place: str | None = None) -> None:
     """Write a model's file; where ranks hold parts of the tensors, all call this, and the first writes.
 
-    Raises:
-        OSError: it cannot be written; on every rank.
-        ValueError: the ranks have other tensors, or another ``place``, by default the path.
+    They must have the same tensors and the same ``place``, by default the path.
     """
 
     def write(whole: Mapping[str, Tensor], load: Load | None = None) -> None:
@@ -440,11 +404,7 @@ def save_tensors(target: Place, tensors: Mapping[str, Tensor], place: str | None
 
 @contextmanager
 def replacing(target: Place) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of what is at a path or an address when the block ends.
-
-    Raises:
-        FileExistsError: it is the address of a snapshot.
-    """
+    """Open a new file that takes the place of what is at a path or an address when the block ends."""
     if not is_url(target):
         with atomic_write(Path(target), durable=True) as file:
             yield file
