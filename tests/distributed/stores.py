@@ -48,7 +48,7 @@ def newest(url):
     from chainring.serializers._store import open_store
 
     store = open_store(url)
-    return max((store.verify(name).iteration for name in store.names()), default=0)
+    return max((store.snapshot(name).verify().iteration for name in store.names()), default=0)
 
 
 ROWS = [

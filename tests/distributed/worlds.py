@@ -261,4 +261,4 @@ def close_values(told, expected, tolerance=1e-4, name="values"):
 def newest(out):
     """The iteration of the newest of the snapshots in a directory, each of which must be whole; 0 where there is none."""
     store = open_store(out)
-    return max((store.verify(entry.name).iteration for entry in out.glob("snapshot_iter_*")), default=0)
+    return max((store.snapshot(entry.name).verify().iteration for entry in out.glob("snapshot_iter_*")), default=0)

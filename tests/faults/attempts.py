@@ -255,7 +255,7 @@ def check_snapshots(out):
     store = open_store(out)
     for entry in out.iterdir():
         if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(OTHERS):
-            found[entry.name] = store.verify(entry.name).iteration
+            found[entry.name] = store.snapshot(entry.name).verify().iteration
     return found
 
 

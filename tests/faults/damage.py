@@ -87,7 +87,7 @@ def _damage(out, name, damage, draw):
     before = path.read_bytes()
     damage(path, draw)
     try:
-        open_store(out).verify(name)
+        open_store(out).snapshot(name).verify()
     except CorruptError:
         return
     if path.is_file() and path.read_bytes() == before:

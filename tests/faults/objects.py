@@ -175,7 +175,7 @@ def check(url):
     """Every snapshot that is there is whole, the link and the log are valid; the iterations by name."""
     store = open_store(url)
     try:
-        found = {name: store.verify(name).iteration for name in store.names()}
+        found = {name: store.snapshot(name).verify().iteration for name in store.names()}
     except CorruptError as error:
         raise WrongEndError(f"a snapshot that is there is not whole: {error}") from error
     if (target := store.link_target("best")) is not None and target not in found:

@@ -71,7 +71,7 @@ def _damage(url, name, damage, draw):
     else:
         bucket.put(key, content)
     try:
-        open_store(url).verify(name)
+        open_store(url).snapshot(name).verify()
     except CorruptError:
         return key
     raise WrongEndError(f"{damage.__name__} of {key} was not noticed")

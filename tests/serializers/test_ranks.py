@@ -84,7 +84,7 @@ def saved(store, writers=writer, at_rank_0=None):
 def test_every_rank_writes_a_file_and_together_they_hold_the_whole(tmp_path):
     store = open_store(tmp_path)
     assert saved(store) == [None] * SIZE
-    manifest = store.verify("snapshot_iter_5")
+    manifest = store.snapshot("snapshot_iter_5").verify()
     files = [f"rank{rank:05d}-of-00003.safetensors" for rank in range(SIZE)]
     assert sorted(manifest.files) == [*files, "state.json"]
     tensors = _loading.read_state(tmp_path / "snapshot_iter_5")
@@ -126,7 +126,7 @@ def test_a_name_that_is_taken_is_refused_by_all(tmp_path):
     saved(store)
     raised = saved(store)
     assert all("is there already" in str(each) for each in raised)
-    assert store.verify("snapshot_iter_5").iteration == 5
+    assert store.snapshot("snapshot_iter_5").verify().iteration == 5
 
 
 def read_back(directory, *places):

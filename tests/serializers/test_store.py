@@ -47,7 +47,7 @@ POINTS = [
 def test_what_was_committed_verifies_and_tells_its_iteration(store):
     """The manifest names every file with its size and checksum."""
     store.commit("snapshot_iter_7", writers(), 7, {"torch": "2.13"})
-    manifest = store.verify("snapshot_iter_7")
+    manifest = store.snapshot("snapshot_iter_7").verify()
     assert manifest.iteration == 7
     assert manifest.about == {"torch": "2.13"}
     assert manifest.files == {name: (len(text), zlib.crc32(text)) for name, text in FILES.items()}
@@ -63,9 +63,9 @@ def test_each_single_bit_that_is_flipped_is_noticed(store):
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
             with pytest.raises((CorruptError, ValueError)):
-                store.verify("one")
+                store.snapshot("one").verify()
         path.write_bytes(sound)
-    store.verify("one")
+    store.snapshot("one").verify()
 
 
 @pytest.mark.parametrize("file", [*FILES, MANIFEST])
@@ -87,7 +87,7 @@ def test_a_file_that_is_harmed_is_noticed(store, file, harm):
     else:
         path.unlink()
     with pytest.raises(CorruptError):
-        store.verify("one")
+        store.snapshot("one").verify()
 
 
 def test_an_extra_file_is_noticed(store):
@@ -95,7 +95,7 @@ def test_an_extra_file_is_noticed(store):
     store.commit("one", writers(), 1)
     (store.files.root / "one" / "extra").touch()
     with pytest.raises(CorruptError, match="extra"):
-        store.verify("one")
+        store.snapshot("one").verify()
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -111,7 +111,7 @@ def test_an_end_at_any_point_leaves_the_old_or_the_new_snapshot(tmp_path, point)
     expected = ["new", "old"] if point in ("renamed", "committed") else ["old"]
     assert store.names() == expected
     for name in expected:
-        store.verify(name)
+        store.snapshot(name).verify()
     assert len(store.sweep()) == (0 if len(expected) == 2 else 1)
     assert sorted(os.listdir(tmp_path)) == sorted(expected)
 
@@ -128,7 +128,7 @@ def test_a_write_that_fails_publishes_nothing_and_leaves_nothing(tmp_path, point
     with pytest.raises(OSError, match="No space"):
         watched(tmp_path, fail).commit("new", writers(), 2)
     assert os.listdir(tmp_path) == ["old"]
-    open_store(tmp_path).verify("old")
+    open_store(tmp_path).snapshot("old").verify()
 
 
 def test_nothing_is_renamed_before_what_it_publishes_is_flushed(tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_snapshot_is_never_written_over(store):
     store.commit("one", writers(), 1)
     with pytest.raises(FileExistsError, match="never written over"):
         store.commit("one", writers(), 2)
-    assert store.verify("one").iteration == 1
+    assert store.snapshot("one").verify().iteration == 1
 
 
 def test_names_come_by_iteration_and_not_by_time_or_spelling(store):
@@ -219,7 +219,7 @@ def test_the_checksum_of_a_file_of_several_pieces_is_of_every_byte(store):
     """It is read in pieces, and computed at once by zlib here."""
     content = os.urandom((16 << 20) + 1)
     store.commit("large", writers({"a.bin": content}), 1)
-    assert store.verify("large").files == {"a.bin": (len(content), zlib.crc32(content))}
+    assert store.snapshot("large").verify().files == {"a.bin": (len(content), zlib.crc32(content))}
     (store.files.root / "large" / "a.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CorruptError, match="other bytes"):
-        store.verify("large")
+        store.snapshot("large").verify()

@@ -10,11 +10,9 @@ import json
 import os
 import posixpath
 import re
-import tempfile
 import zlib
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,13 @@ _FOLDER = re.compile(r"((\.\./\.\./[^/.\0][^/\0]*/)?[0-9a-f]{16})?")
 _ARCHIVE = re.compile(r"(?P<run>.+)/(?P<archive>(?:previous|abandoned)/\d+)")
 _READERS = 8  # manifests in an object store that are read at once
 _MAX_SUMMARIES = 1 << 14
+_RECORD = "run.json"
+_FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")  # of a snapshot
+_MAX_NAMES = 3
+_NO_SNAPSHOT = (
+    "belongs to a run that has taken no snapshot. In the script, "
+    'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
+)
 
 
 class CorruptError(ValueError):
@@ -103,11 +108,7 @@ class SavedSnapshot:
         return self._files.exists(_join(self._key, MANIFEST))
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest, compared with its own checksum.
-
-        Raises:
-            CorruptError: it is missing, or not what was written; a `NewerFormat` if a newer version wrote it.
-        """
+        """Return the manifest, compared with its own checksum; see `verify`."""
         try:
             text = self._files.read(_join(self._key, MANIFEST))
         except FileNotFoundError:
@@ -135,11 +136,7 @@ class SavedSnapshot:
         return self._files.path_of(_join(self.folder(manifest), file))
 
     def open(self, file: str, manifest: Manifest) -> StoredFile:
-        """Open a file.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
+        """Open a file."""
         return self._files.open(_join(self.folder(manifest), file))
 
     def folder_beside(self, manifest: Manifest) -> Path:
@@ -153,7 +150,8 @@ class SavedSnapshot:
         """Return the manifest after every byte of the files, or without ``content`` their sizes, were verified.
 
         Raises:
-            CorruptError: a file is missing, too many, of another size or content, or not a regular file.
+            CorruptError: a file is missing, too many, of another size or content, or not a regular file; a `NewerFormat`
+                if a newer version wrote it.
             OSError: one of them cannot be read.
         """
         manifest = self.read_manifest()
@@ -215,18 +213,12 @@ class Snapshots:
 
         When anything fails, nothing is published and what was written is removed; but when the very last step fails, that
         flushes the name, the whole snapshot is there.
-
-        Raises:
-            FileExistsError: there is one of that name.
-            OSError: it could not be written; the error names the path.
         """
-        self.commit_by(
-            name,
-            lambda draft: {file: self.write(draft, file, write) for file, write in files.items()},
-            iteration,
-            about,
-            beside,
-        )
+
+        def write_all(draft: str) -> dict[str, Written]:
+            return {file: self.write(draft, file, write) for file, write in files.items()}
+
+        self.commit_by(name, write_all, iteration, about, beside)
 
     def commit_by(
         self,
@@ -262,20 +254,12 @@ class Snapshots:
             raise
 
     def write(self, draft: str, file: str, write: WriteFile) -> Written:
-        """Write a file of a draft; afterwards it is there for good.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write a file of a draft; afterwards it is there for good."""
         with self.files.create(f"{draft}/{check_name(file)}") as sink:
             return write(sink)
 
     def link(self, name: str, target: str) -> None:
-        """Make ``name`` a link to the snapshot ``target``, in the place of an earlier link at once.
-
-        Raises:
-            FileExistsError: something that is not a link has that name.
-        """
+        """Make ``name`` a link to the snapshot ``target``, in the place of an earlier link at once."""
         self.files.link(check_name(name), check_name(target))
 
     def link_target(self, name: str) -> str | None:
@@ -293,24 +277,26 @@ class Snapshots:
     def names(self) -> list[str]:
         """Return the names of the snapshots, the highest iteration first, those with a damaged manifest last."""
         states = self.files.states()
-        listed = [(name, manifest) for name, manifest in self._listing(states) if states[name] is not None]
+        listed = [(name, manifest) for name, manifest in self.listing(states) if states[name] is not None]
         return [name for name, manifest in listed if manifest] + [name for name, manifest in listed if not manifest]
 
-    def listing(self) -> list[tuple[str, Manifest | None]]:
+    def listing(self, states: Mapping[str, Hashable | None] | None = None) -> list[tuple[str, Manifest | None]]:
         """Return all that may be snapshots with their manifests, those first whose manifest cannot be read.
 
         Then comes the highest iteration, and so on down. Only manifests are read.
         """
-        return self._listing(self.files.states())
-
-    def _listing(self, states: Mapping[str, Hashable | None]) -> list[tuple[str, Manifest | None]]:
+        states = self.files.states() if states is None else states
         if self.files.is_local:
             summaries = [self._summary(*each) for each in states.items()]
         else:
             with ThreadPoolExecutor(_READERS) as pool:
-                summaries = list(pool.map(self._summary, *zip(*states.items(), strict=True))) if states else []
-        valid = [each for each in zip(states, summaries, strict=True) if self._is_valid(*each)]
-        return sorted(valid, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
+                summaries = list(pool.map(self._summary, states.keys(), states.values()))
+        listed = [
+            (name, manifest)
+            for name, manifest in zip(states, summaries, strict=True)
+            if manifest is None or self.files.admits(name, manifest.stamp, manifest.digest)
+        ]
+        return sorted(listed, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
 
     def _summary(self, name: str, state: Hashable | None) -> Manifest | None:
         """Return the manifest of a snapshot for a list; it is read once as long as it is not written again."""
@@ -331,17 +317,11 @@ class Snapshots:
                 return None
         return _summaries[key]
 
-    def _is_valid(self, name: str, manifest: Manifest | None) -> bool:
-        return manifest is None or self.files.admits(name, manifest.stamp, manifest.digest)
-
     def holds(self, name: str, iteration: int) -> bool:
         """Return whether there is a snapshot of that name, of that iteration."""
         manifest = self._summary(check_name(name), self.files.state(name))
-        return manifest is not None and manifest.iteration == iteration and self._is_valid(name, manifest)
-
-    def verify(self, name: str) -> Manifest:
-        """Read every byte of a snapshot, see `SavedSnapshot.verify`."""
-        return self.snapshot(name).verify()
+        is_of_it = manifest is not None and manifest.iteration == iteration
+        return is_of_it and (manifest is None or self.files.admits(name, manifest.stamp, manifest.digest))
 
     def remove(self, name: str) -> None:
         """Remove a snapshot, which is never there in part."""
@@ -367,20 +347,21 @@ class Snapshots:
 
     def sweep(self) -> list[str]:
         """Remove what killed runs have left unfinished, and return its names. Only the run that writes there may."""
-        return self.files.sweep(self._folders_of)
 
-    def _folders_of(self, names: Iterable[str]) -> dict[str, str | None]:
-        def find(name: str) -> tuple[bool, str | None]:
+        def find_folder(name: str) -> tuple[bool, str | None]:
             saved = self.snapshot(name)
             try:
                 return True, saved.folder(saved.read_manifest())
             except CorruptError as error:
                 return not isinstance(error, LateError), None
 
-        names = list(names)
-        with ThreadPoolExecutor(_READERS) as pool:
-            found = dict(zip(names, pool.map(find, names), strict=True))
-        return {name: folder for name, (is_valid, folder) in found.items() if is_valid}
+        def find_folders(names: Iterable[str]) -> dict[str, str | None]:
+            names = list(names)
+            with ThreadPoolExecutor(_READERS) as pool:
+                folders = zip(names, pool.map(find_folder, names), strict=True)
+                return {name: folder for name, (is_valid, folder) in folders if is_valid}
+
+        return self.files.sweep(find_folders)
 
 
 def find_newest(
@@ -411,11 +392,7 @@ def find_newest(
 
 
 def split(place: Place) -> tuple[str, str]:
-    """Return the path or the address above one, and its name there.
-
-    Raises:
-        ValueError: it is an address that has no name in a bucket.
-    """
+    """Return the path or the address above one, and its name there."""
     if not is_url(place):
         return str(Path(place).parent), Path(place).name
     url = os.fspath(place)
@@ -432,13 +409,7 @@ def has_name(url: str) -> bool:
 
 
 def open_file(place: Place) -> StoredFile:
-    """Open a file at a path or an address.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        OSError: it cannot be opened.
-        ValueError: it is not a regular file.
-    """
+    """Open a regular file at a path or an address."""
     if is_url(place):
         above, name = split(place)
         return open_place(above).open(name)
@@ -450,19 +421,6 @@ def open_file(place: Place) -> StoredFile:
     return file
 
 
-@contextmanager
-def fetched(file: StoredFile) -> Iterator[Path]:
-    """Copy an object into a file that is there during the block."""
-    with tempfile.TemporaryDirectory(prefix="chainring-") as folder:
-        path = Path(folder, file.path.rpartition("/")[2])
-        file.copy_to(path)
-        try:
-            yield path
-        except Exception as error:
-            error.add_note(f"{path} was a copy of {file.path}")
-            raise
-
-
 def open_store(place: Place) -> Snapshots:
     """Return the snapshots of a run, at a path or an address."""
     return Snapshots(open_place(place))
@@ -471,12 +429,11 @@ def open_store(place: Place) -> Snapshots:
 def find_snapshot(place: Place) -> SavedSnapshot:
     """Return what may be a snapshot at a path or an address; a link in an object store is followed."""
     above, name = split(place)
-    if not is_url(place):
-        return SavedSnapshot(open_place(above), name)
     files = open_place(above)
     saved = _snapshot_at(files, name)
-    target = None if saved.exists() else files.link_target(name)
-    return saved if target is None else _snapshot_at(files, target)
+    if files.is_local or saved.exists() or (target := files.link_target(name)) is None:
+        return saved
+    return _snapshot_at(files, target)
 
 
 def _snapshot_at(files: base.Place, name: str) -> SavedSnapshot:
@@ -497,62 +454,45 @@ def format_manifest(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(text: bytes, place: str) -> Manifest:
-    """Return the manifest of the snapshot at ``place``.
+    """Return the manifest of the snapshot at ``place``; a `CorruptError` if it is not what was written.
 
-    Raises:
-        CorruptError: it is not what was written; a `NewerFormat` if a newer version wrote it.
+    Its values have their types: the checksum finds damage, and does not prove who wrote it.
     """
     body, newline, crc = text.rpartition(b"\n")
     if not newline or crc != b"%08x" % zlib.crc32(body):  # as text: a number would forgive the case of a letter
         raise CorruptError(f"{place}/{MANIFEST} is not what was written")
     try:
-        return replace(_parse(body), digest=digest_of(text))
-    except NewerFormat as error:
-        raise NewerFormat(f"{place} {error}") from None
+        content = parse_strict(body)
+        version = content["format"]
+        if type(version) is not int or version < FORMAT:
+            raise ValueError(f"it has format {version!r:.40}, and this version reads {FORMAT}")
+        if version > FORMAT:
+            raise NewerFormat(
+                f"{place} is of a newer Chainring, which writes format {version!r:.40}; this one reads {FORMAT}: update it"
+            )
+        iteration, files, about = (content[key] for key in ("iteration", "files", "about"))
+        if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
+            raise ValueError('"iteration" is an integer, "files" and "about" are objects')
+        files = {check_name(name): (size, crc) for name, (size, crc) in files.items()}
+        if not all(type(value) is int for size_and_crc in files.values() for value in size_and_crc):
+            raise ValueError("sizes and checksums are integers")
+        parts, folder, beside = content.get("parts", {}), content.get("folder", ""), content.get("beside", [])
+        if type(parts) is not dict or not all(type(crcs) is str and _CHECKSUMS.fullmatch(crcs) for crcs in parts.values()):
+            raise ValueError("checksums of parts are text, eight hexadecimal digits each")
+        if type(folder) is not str or not _FOLDER.fullmatch(folder):
+            raise ValueError("the folder of the files is sixteen hexadecimal digits")
+        if type(beside) is not list or not all(type(name) is str and _PLAIN.fullmatch(name) for name in beside):
+            raise ValueError("the files beside a snapshot are names")
+    except NewerFormat:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{place}/{MANIFEST} is not a manifest that this version reads: {error}") from error
-
-
-def _parse(body: bytes) -> Manifest:
-    """Return a manifest with values of its types: the checksum finds damage, and does not prove who wrote it."""
-    content = parse_strict(body)
-    version = content["format"]
-    if type(version) is not int or version < FORMAT:
-        raise ValueError(f"it has format {version!r:.40}, and this version reads {FORMAT}")
-    if version > FORMAT:
-        raise NewerFormat(
-            f"is of a newer Chainring, which writes format {version!r:.40}; this one reads {FORMAT}: update it"
-        )
-    iteration, files, about = (content[key] for key in ("iteration", "files", "about"))
-    if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
-        raise ValueError('"iteration" is an integer, "files" and "about" are objects')
-    files = {check_name(name): (size, crc) for name, (size, crc) in files.items()}
-    if not all(type(value) is int for size_and_crc in files.values() for value in size_and_crc):
-        raise ValueError("sizes and checksums are integers")
-    parts, folder = content.get("parts", {}), content.get("folder", "")
-    if type(parts) is not dict or not all(type(text) is str and _CHECKSUMS.fullmatch(text) for text in parts.values()):
-        raise ValueError("checksums of parts are text, eight hexadecimal digits each")
-    if type(folder) is not str or not _FOLDER.fullmatch(folder):
-        raise ValueError("the folder of the files is sixteen hexadecimal digits")
-    beside = content.get("beside", [])
-    if type(beside) is not list or not all(type(name) is str and _PLAIN.fullmatch(name) for name in beside):
-        raise ValueError("the files beside a snapshot are names")
-    return Manifest(iteration, files, about, parts, folder, tuple(beside))
-
-
-_RECORD = "run.json"
-_FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")  # of a snapshot
-_MAX_NAMES = 3
-_NO_SNAPSHOT = (
-    "belongs to a run that has taken no snapshot. In the script, "
-    'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
-)
+    return Manifest(iteration, files, about, parts, folder, tuple(beside), digest_of(text))
 
 
 def explain_absence(place: Place) -> Exception:
     """Return the error of a path or an address where neither a snapshot nor a file is, with what is there instead."""
-    given = os.fspath(place)
-    return _explain_in_store(given) if is_url(given) else _explain_on_disk(Path(given))
+    return _explain_in_store(os.fspath(place)) if is_url(place) else _explain_on_disk(Path(place))
 
 
 def _explain_on_disk(path: Path) -> Exception:
@@ -563,7 +503,7 @@ def _explain_on_disk(path: Path) -> Exception:
     if not path.is_dir():
         return FileNotFoundError(f"{path} is neither a regular file nor a directory")
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    if (path / "state.json").exists():
+    if (path / STATE).exists():
         return CorruptError(f"{path} has a state.json and no {MANIFEST}: a snapshot that is damaged, or copied in part")
     runs = [str(entry) for entry in entries if (entry / _RECORD).exists() or _snapshots_in(entry)]
     if not entries:
