@@ -52,8 +52,9 @@ _NUMPY = {
 }
 """Dtypes that NumPy has too, without those that may be conjugated."""
 
+_CHECKSUM = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, where JSON escapes quotes
+
 Load = Callable[[torch.Tensor], torch.Tensor]
-Metadata = dict[str, dict[str, Any]]
 ShardOffsets = tuple[Sequence[int], Sequence[int]]
 """The offset of a shard in each dimension, and the shape of the whole tensor."""
 
@@ -74,7 +75,6 @@ def write(
     Raises:
         TypeError: a tensor whose dtype or layout the format lacks; the message names it.
         ValueError: a name that the format has taken.
-        OSError: the file cannot be written.
     """
     header, stored = _prepare(tensors, {}, shard_offsets or {})
     return _stream(file, header, map(load, stored.values()) if load else stored.values())
@@ -97,11 +97,12 @@ def read_header(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
 
     Raises:
         ValueError: the file is damaged, or not a safetensors file; or it holds a dtype that this version does not write.
-        OSError: it cannot be read.
     """
     text, header, texts = read_entries(file)
     try:
-        metadata = _parse_metadata(texts)
+        metadata = parse_strict(texts.get(_KEY, "{}").encode())
+        if not isinstance(metadata, dict) or not all(map(_is_entry, metadata.values())):
+            raise ValueError("its metadata is not that of this version")
         order = {name: part for part, name in enumerate(header, 1)}
         stored = {}
         for name in header.keys() | metadata.keys():
@@ -110,16 +111,44 @@ def read_header(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
             if (name not in header) != ("same_as" in entry) or source not in header:
                 raise ValueError("its metadata and its tensors disagree")
             described, given = metadata.get(source, {}), header[source]
-            if (stored_as := _DTYPES.get(given["dtype"])) is None:
+            if (dtype := _DTYPES.get(given["dtype"])) is None:
                 raise ValueError(f"it holds {given['dtype']!r:.40}, which this version does not write")
-            dtype, shape = _described(stored_as, given["shape"], described)
+            shape, strides = tuple(given["shape"]), described.get("strides")
+            if "dtype" in described:  # it is stored as a view
+                require_dtype(described["dtype"])
+                view = _VIEW_NAMES.get(described["dtype"])
+                if view is None or _VIEWS[view] is not dtype or (view.is_complex and shape[-1:] != (2,)):
+                    raise ValueError(f"{dtype} of shape {list(shape)} cannot be a view of {described['dtype']!r:.40}")
+                dtype, shape = view, shape[:-1] if view.is_complex else shape
+            if strides is not None and not _is_dense(shape, strides):
+                raise ValueError(f"strides {strides!r:.80} do not fit shape {list(shape)}")
             start, end = (len(text) + offset for offset in given["data_offsets"])
             offsets = (entry["offsets"], entry["shape"]) if "offsets" in entry else None
-            strides, same_as = described.get("strides"), entry.get("same_as")
-            stored[name] = Stored(dtype, shape, strides, (start, end), order[source], offsets, same_as)
+            stored[name] = Stored(dtype, shape, strides, (start, end), order[source], offsets, entry.get("same_as"))
     except ValueError as error:
         raise _refusal(file, error) from error
     return text, dict(sorted(stored.items(), key=lambda item: (item[1].part, item[1].same_as is not None, item[0])))
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether metadata of a tensor has the form that this version writes."""
+
+    def is_valid(key: str, value: Any) -> bool:
+        if key in ("dtype", "same_as"):
+            return type(value) is str
+        return key in ("strides", "offsets", "shape") and type(value) is list and all(type(size) is int for size in value)
+
+    is_valid_dict = isinstance(entry, dict) and all(is_valid(key, value) for key, value in entry.items())
+    return is_valid_dict and ("offsets" in entry) == ("shape" in entry)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether strides are an order of the dimensions without holes or overlaps: others could ask for any memory."""
+    if len(shape) != len(strides) or not all(0 <= stride < 2**62 for stride in strides):
+        return False
+    order = sorted(range(len(shape)), key=lambda i: (strides[i], shape[i]), reverse=True)
+    dense = _row_major([shape[i] for i in order])
+    return 0 in shape or all(shape[i] == 1 or strides[i] == stride for i, stride in zip(order, dense, strict=True))
 
 
 def read(source: StoredFile | str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -127,7 +156,6 @@ def read(source: StoredFile | str | os.PathLike[str]) -> dict[str, torch.Tensor]
 
     Raises:
         ValueError: the file is damaged, has another checksum than it says, or is not a safetensors file.
-        OSError: it cannot be read.
     """
     if isinstance(source, (str, os.PathLike)):
         source = LocalFile(Path(os.path.realpath(source)))  # a person may have made a link to it
@@ -150,11 +178,8 @@ def _refusal(file: StoredFile, error: Exception) -> ValueError:
 def read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], dict[str, str]]:
     """Return the header of a file, its entries by the names of tensors in the order of the file, and its metadata.
 
-    An entry has ``dtype``, ``shape`` and ``data_offsets``.
-
-    Raises:
-        ValueError: the file is damaged, or not a safetensors file.
-        OSError: it cannot be read.
+    An entry has ``dtype``, ``shape`` and ``data_offsets``. Every byte behind the header belongs to one tensor, which has
+    those of its shape.
     """
     try:
         if file.size < 8:
@@ -168,37 +193,24 @@ def read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], di
         if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
             raise ValueError("its header is not an object with texts as metadata")
         header = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
-        _check_spans(header, file.size - len(text))
+        start = 0
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            if not isinstance(entry["dtype"], str):
+                raise ValueError(f"{name!r:.80} has a dtype that is not text")
+            if not all(type(number) is int and number >= 0 for number in (first, last, *entry["shape"])):
+                raise ValueError(f"{name!r:.80} has a place or a shape that is not of integers")
+            dtype = _DTYPES.get(entry["dtype"])
+            if dtype is not None and last - first != math.prod(entry["shape"]) * dtype.itemsize:
+                raise ValueError(f"{name!r:.80} does not have the bytes of its shape")
+            if first != start or last < first:
+                raise ValueError("its tensors overlap, or leave a hole")
+            start = last
+        if start != file.size - len(text):
+            raise ValueError(f"its tensors have {start} bytes, and there are {file.size - len(text)}")
     except (ValueError, KeyError, TypeError) as error:
         raise _refusal(file, error) from error
     return text, header, texts
-
-
-def _parse_metadata(texts: Mapping[str, str]) -> Metadata:
-    """Return what a file says of its tensors beyond the format."""
-    metadata = parse_strict(texts.get(_KEY, "{}").encode())
-    if not isinstance(metadata, dict) or not all(map(_is_entry, metadata.values())):
-        raise ValueError("its metadata is not that of this version")
-    return metadata
-
-
-def _check_spans(header: Mapping[str, Any], size: int) -> None:
-    """Check the rules of the format: every byte behind the header belongs to one tensor, which has those of its shape."""
-    start = 0
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        if not isinstance(entry["dtype"], str):
-            raise ValueError(f"{name!r:.80} has a dtype that is not text")
-        if not all(type(number) is int and number >= 0 for number in (first, last, *entry["shape"])):
-            raise ValueError(f"{name!r:.80} has a place or a shape that is not of integers")
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is not None and last - first != math.prod(entry["shape"]) * dtype.itemsize:
-            raise ValueError(f"{name!r:.80} does not have the bytes of its shape")
-        if first != start or last < first:
-            raise ValueError("its tensors overlap, or leave a hole")
-        start = last
-    if start != size:
-        raise ValueError(f"its tensors have {start} bytes, and there are {size}")
 
 
 def to_tensor(
@@ -209,38 +221,49 @@ def to_tensor(
     return tensor if strides is None else torch.empty_strided(shape, strides, dtype=dtype).copy_(tensor)
 
 
-def _is_entry(entry: Any) -> bool:
-    def is_valid(key: str, value: Any) -> bool:
-        if key in ("dtype", "same_as"):
-            return type(value) is str
-        return key in ("strides", "offsets", "shape") and type(value) is list and all(type(size) is int for size in value)
-
-    is_valid_dict = isinstance(entry, dict) and all(is_valid(key, value) for key, value in entry.items())
-    return is_valid_dict and ("offsets" in entry) == ("shape" in entry)
-
-
 def _prepare(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], shard_offsets: Mapping[str, ShardOffsets]
 ) -> tuple[bytes, dict[str, torch.Tensor]]:
     """Return the header of a file, and the tensors to store in the order of the file."""
     for name, tensor in tensors.items():
         _check(name, tensor)
-    entries: Metadata = {}
+    entries: dict[str, dict[str, Any]] = {}
     stored: dict[str, torch.Tensor] = {}
     aliases = find_aliases(tensors)
     for name, tensor in tensors.items():
+        entry: dict[str, Any] = {}
         if aliases[name] != name and tensor.numel():
-            entry: dict[str, Any] = {"same_as": aliases[name]}
+            entry["same_as"] = aliases[name]
         else:
-            entry = _describe(tensor)
+            if tensor.stride() != (row_major := _row_major(tensor.shape)):
+                strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
+                entry |= {"strides": strides} if strides != row_major else {}
+            if tensor.dtype in _VIEWS:
+                entry["dtype"] = str(tensor.dtype).removeprefix("torch.")
             stored[name] = tensor.detach() if tensor.requires_grad else tensor
         if name in shard_offsets:
             entry["offsets"], entry["shape"] = map(list, shard_offsets[name])
         if entry:
             entries[name] = entry
+    header: dict[str, Any] = {}
+    if texts := {**metadata, _KEY: json.dumps(entries)} if entries else dict(metadata):
+        header["__metadata__"] = texts
     # Every tensor begins at a multiple of its item's size, as readers that map the file need it.
     stored = dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
-    return _header(stored, entries, metadata), stored
+    start = 0
+    for name, tensor in stored.items():
+        end = start + tensor.numel() * tensor.itemsize
+        dtype = _FORMAT_DTYPES[_VIEWS.get(tensor.dtype, tensor.dtype)]
+        shape = [*tensor.shape, 2] if tensor.dtype is torch.complex128 else [*tensor.shape]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER:
+        raise ValueError(
+            f"a header of {len(text)} bytes is more than the {_MAX_HEADER} that safetensors reads: write two files"
+        )
+    return len(text).to_bytes(8, "little") + text, stored
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
@@ -256,44 +279,12 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name}: safetensors has no {tensor.dtype}; convert it to a dtype that holds its values")
 
 
-def _describe(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return what the format cannot say of a tensor."""
-    entry: dict[str, Any] = {}
-    if tensor.stride() != _row_major(tensor.shape):
-        strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
-        if strides != _row_major(tensor.shape):
-            entry["strides"] = strides
-    if tensor.dtype in _VIEWS:
-        entry["dtype"] = str(tensor.dtype).removeprefix("torch.")
-    return entry
-
-
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a new tensor of that shape."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * (size or 1))
     return tuple(strides[::-1]) if shape else ()
-
-
-def _header(stored: Mapping[str, torch.Tensor], entries: Metadata, metadata: Mapping[str, str]) -> bytes:
-    header: dict[str, Any] = {}
-    if texts := {**metadata, _KEY: json.dumps(entries)} if entries else dict(metadata):
-        header["__metadata__"] = texts
-    start = 0
-    for name, tensor in stored.items():
-        end = start + tensor.numel() * tensor.itemsize
-        dtype = _FORMAT_DTYPES[_VIEWS.get(tensor.dtype, tensor.dtype)]
-        shape = [*tensor.shape, 2] if tensor.dtype is torch.complex128 else [*tensor.shape]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
-        raise ValueError(
-            f"a header of {len(text)} bytes is more than the {_MAX_HEADER} that safetensors reads: write two files"
-        )
-    return len(text).to_bytes(8, "little") + text
 
 
 def _stream(file: Sink, header: bytes, tensors: Iterable[torch.Tensor]) -> tuple[int, int, str]:
@@ -336,39 +327,10 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _chunks(block)
 
 
-def _described(stored: torch.dtype, shape: Sequence[int], entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor that is stored with others, if the entry fits."""
-    dtype = _VIEW_NAMES.get(entry["dtype"]) if "dtype" in entry else stored
-    if "dtype" in entry:
-        require_dtype(entry["dtype"])
-        if dtype is None or _VIEWS[dtype] is not stored or (dtype.is_complex and tuple(shape[-1:]) != (2,)):
-            raise ValueError(f"{stored} of shape {list(shape)} cannot be a view of {entry['dtype']!r:.40}")
-        shape = shape[:-1] if dtype.is_complex else shape
-    if "strides" in entry and not _is_dense(shape, entry["strides"]):
-        raise ValueError(f"strides {entry['strides']!r:.80} do not fit shape {list(shape)}")
-    return dtype or stored, tuple(shape)
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether strides are an order of the dimensions without holes or overlaps: others could ask for any memory."""
-    if len(shape) != len(strides) or not all(0 <= stride < 2**62 for stride in strides):
-        return False
-    order = sorted(range(len(shape)), key=lambda i: (strides[i], shape[i]), reverse=True)
-    dense = _row_major([shape[i] for i in order])
-    return 0 in shape or all(shape[i] == 1 or strides[i] == stride for i, stride in zip(order, dense, strict=True))
-
-
-_CHECKSUM = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, where JSON escapes quotes
-_WRITER = re.compile(rb'"writer":"chainring"')
-
-
 def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor], load: Load | None = None) -> None:
     """Write tensors with a checksum in the metadata, for a file that has no manifest.
 
     The checksum is the CRC-32 of the file with eight zeros in its place.
-
-    Raises:
-        TypeError, ValueError, OSError: as for `write`.
     """
     header, stored = _prepare(tensors, {"writer": _KEY, "crc32": "00000000"}, {})
     _, crc, _ = _stream(file, header, map(load, stored.values()) if load else stored.values())
@@ -379,14 +341,9 @@ def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor], loa
 
 
 def verify_file(file: StoredFile) -> tuple[int, bool]:
-    """Read a file once, in chunks, and compare it with its checksum, which `write_with_checksum` wrote.
+    """Compare a file with its checksum, if it has one, which `write_with_checksum` wrote; raise as `read` does.
 
-    Returns:
-        The number of its tensors, and whether it has a checksum.
-
-    Raises:
-        ValueError: the file is not what was written, or not a safetensors file.
-        OSError: it cannot be read.
+    Return the number of its tensors, and whether it has a checksum.
     """
     text, stored = read_header(file)
     expected, crc = _recorded_checksum(file, text)
@@ -398,7 +355,7 @@ def _recorded_checksum(file: StoredFile, header: bytes) -> tuple[bytes | None, i
     """Return the checksum in a header, if it has one, and the CRC-32 of the header without it."""
     found = _CHECKSUM.search(header)
     if found is None:
-        if _WRITER.search(header):
+        if b'"writer":"chainring"' in header:
             _compare(file, b"", 0)
         return None, zlib.crc32(header)
     return found.group(1), zlib.crc32(header[: found.start(1)] + b"00000000" + header[found.end(1) :])
