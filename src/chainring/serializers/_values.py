@@ -26,7 +26,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import empty_shard_like, is_sharded, is_summand, shard_like, to_full, to_local
 from chainring._files import parse_strict
-
-if TYPE_CHECKING:
-    from chainring.serializers._loading import StoredTensors
 
 K = TypeVar("K")
 
@@ -172,7 +169,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: Sequence[int] | None
-    origin: StoredTensors
+    origin: Any  # the tensors of its snapshot, which read it for the ranks that load together
     convert: Callable[[Tensor], Any] | None = None  # makes of it the value that was saved, such as an array
 
     def __deepcopy__(self, memo: object) -> StoredTensor:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,9 +30,6 @@ from chainring.serializers._values import (
     read_stored,
     to_type_of,
 )
-
-if TYPE_CHECKING:
-    from chainring.serializers._loading import StoredTensors
 
 _Owner = tuple[Any, str]
 """An object that is visited, and what of it: ``serialize``, ``state_dict``, or its entries as a module."""
@@ -298,7 +295,7 @@ class DictionaryDeserializer(Deserializer):
         super().__init__()
         self.source = source
         self.strict = strict
-        self.origin: StoredTensors | None = None  # from which the tensors of the source are read
+        self.origin: Any = None  # the tensors of the snapshot from which those of the source are read
         self._asked: set[str] = set()
 
     def __call__(self, key: str, value: Any) -> Any:
