@@ -49,7 +49,6 @@ class Difference:
 
     @property
     def named(self) -> str:
-        """Its name, and how it differs."""
         return f"{self.name}{': ' * bool(self.text and self.name)}{self.text}"
 
     @property
@@ -156,7 +155,6 @@ class Comparison:
         return min(self.differences, key=lambda found: (found.iteration, CAUSES.index(found.what)), default=None)
 
     def first_of(self, *kinds: str) -> Difference | None:
-        """Return the first difference of these kinds."""
         differences = (found for found in self.differences if found.what in kinds)
         return min(differences, key=lambda found: found.iteration, default=None)
 

@@ -177,7 +177,6 @@ class FinishedRun:
 
     @cached_property
     def logs(self) -> dict[str, list[LogRow]]:
-        """The rows of every log by the name of its file."""
         logs: dict[str, list[LogRow]] = {}
         for name in self.log_names:
             if (path := self.file(name)) is None:

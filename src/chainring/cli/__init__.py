@@ -124,7 +124,6 @@ def _fail(status: int, error: object) -> int:
 
 
 def _complete(options: argparse.Namespace) -> None:
-    """Print what completes the commands in a shell."""
     try:
         shtab = importlib.import_module("shtab")
     except ImportError:

@@ -48,7 +48,6 @@ exit status:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
     parser = add_command(commands, "bisect", run, "the first iteration for which a value is bad, and its batch", _HELP)
     parser.add_argument("--bad", type=_condition, required=True, metavar="CONDITION", help='such as "main/loss > 10"')
     parser.add_argument(
@@ -69,7 +68,6 @@ def _condition(text: str) -> Condition:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Find the iteration, print it, and return the exit status."""
     recorded, condition = RecordedRun(options.run_directory, options.script, options.arguments), options.bad
     key = condition.key
     evidence = collect(recorded.run, key, looks_into_snapshots=options.monotone)

@@ -48,7 +48,6 @@ exit status:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
     parser = add_command(commands, "diff", run, "where two runs part: the first iteration, loss, batch or tensor", _HELP)
     parser.add_argument("--script", metavar="SCRIPT", help="the script that trained both, to replay them where they part")
     parser.add_argument("one", metavar="A", help="a run: the directory (its out), or an address such as s3://bucket/run")
@@ -56,7 +55,6 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, print what was found, and return the exit status."""
     if options.script is not None and not Path(options.script).is_file():  # also where it would not be needed
         raise FileNotFoundError(f"there is no script {options.script}")
     try:

@@ -51,7 +51,6 @@ exit status:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
     parser = add_command(commands, "export", run, "write the model of a snapshot for other programs", _HELP)
     parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, for its newest snapshot")
     parser.add_argument("place", metavar="PLACE", help="the file to write; for hf and dcp the directory")
@@ -62,7 +61,6 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the model."""
     located, target, form = locate(options.directory), options.place, options.format
     if isinstance(located, StoredFile):
         raise FileNotFoundError(f"{options.directory} is {describe_file(located)}")

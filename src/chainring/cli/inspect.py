@@ -50,7 +50,6 @@ exit status:
 
 
 def add_to(commands: Any) -> None:
-    """Add both commands to the parser."""
     purpose = "show what a snapshot holds: versions, tensors, shapes, bytes"
     parser = add_command(commands, "inspect", _inspect, purpose, _INSPECT)
     paths = "a snapshot, the directory of a run, for its newest snapshot, or the file of a model"
@@ -61,7 +60,6 @@ def add_to(commands: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    """Print what the snapshot or the file holds."""
     located = locate(options.path)
     if isinstance(located, StoredFile):
         if not is_model(located):

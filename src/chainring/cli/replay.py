@@ -53,7 +53,6 @@ exit status:
 
 
 def add_to(commands: Any) -> None:
-    """Add both commands to the parser."""
     parser = add_command(commands, "replay", _replay, "the state of a run at any iteration, repeated bit for bit", _REPLAY)
     parser.add_argument(
         "--to", type=iteration_number, required=True, metavar="K", help="the iteration; 0 is the state before the first"
@@ -68,7 +67,6 @@ def add_to(commands: Any) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names the run."""
     text = "the directory or address of the run (its out); nothing is changed there"
     parser.add_argument("run_directory", metavar="RUN", help=text)
 
@@ -81,14 +79,12 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def iteration_number(text: str) -> int:
-    """Return the number of an iteration; the type of an argument."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"an iteration is a whole number of 0 or more, got {text!r}")
     return int(text)
 
 
 def _replay(options: argparse.Namespace) -> int:
-    """Replay, print what was there, and return the exit status."""
     recorded = RecordedRun(options.run_directory, options.script, options.arguments)
     save = options.save
     if save is not None:
@@ -126,7 +122,6 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _batch(options: argparse.Namespace) -> int:
-    """Replay, print the indices, and return the exit status."""
     iteration = options.iteration
     if iteration == 0:
         raise ValueError("the first iteration is 1; 0 is the state before it, which had no batch")

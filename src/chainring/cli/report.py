@@ -47,7 +47,6 @@ exit status:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
     purpose = "write a page of one or more runs: curves, log, settings, times, in one HTML file"
     parser = add_command(commands, "report", run, purpose, _HELP)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="the directory or the address of a run (its out)")
@@ -61,7 +60,6 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the page and print its path, or serve it."""
     if options.watch:
         _watch(options)
         return

@@ -37,7 +37,6 @@ _STATUS = {"exact": 0, "differs": 1, "inconclusive": 3}
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
     purpose = "compare a script, killed and resumed, with its uninterrupted run"
     parser = add_command(commands, "verify-resume", run, purpose, _HELP)
     text = "iterations of the uninterrupted run (default: 40, or some more than two epochs, as far as ten seconds go)"
@@ -52,7 +51,6 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare the runs of the script, print the report and return the exit status."""
     start = script_starter("chainring.testing._verified_run", options.script, options.arguments)
     settings = options.iterations, options.kill_after, options.timeout, options.keep
     steps = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()

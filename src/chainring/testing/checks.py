@@ -291,7 +291,6 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
 
 
 def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
-    """Require the epochs of an update to continue from those of the one before."""
     iteration = updater.iteration
     previous_detail, previous_epoch = epochs[iteration - 1]
     detail, epoch = epochs[iteration] = (updater.epoch_detail, updater.epoch)
@@ -429,7 +428,6 @@ def _state_of(subject: Any) -> dict[str, str]:
 
 
 def _fingerprint_with_state(trainer: Trainer, subject: Any) -> dict[str, str]:
-    """Return the fingerprint of a trainer and the state of the subject."""
     categories = fingerprint(trainer).values()
     return {path: text for category in categories for path, text in category.items()} | _state_of(subject)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import os
 import shutil
 import tempfile
@@ -182,12 +181,10 @@ class Watch:
         models = trainer.updater.get_all_models()
         parameters = {id(p): p.detach() for model in models.values() for p in model.parameters() if not is_lazy(p)}
         values = {key: to_local(p.coalesce().values() if p.is_sparse else p) for key, p in parameters.items()}
-        numbers = {key: value for key, value in values.items() if value.numel() and value.is_floating_point()}
-        largest = [torch.linalg.vector_norm(value, math.inf).double().cpu() for value in numbers.values()]
-        if largest and not bool(torch.isfinite(torch.stack(largest)).all()):
+        wrong = [key for key, v in values.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())]
+        if wrong:
             names = parameter_names(models)
-            wrong = [names.get(key, "?") for key, value in numbers.items() if not bool(torch.isfinite(value).all())]
-            self.not_finite = (iteration, wrong) if wrong else None
+            self.not_finite = iteration, [names.get(key, "?") for key in wrong]
 
 
 class Replay(Observer):
@@ -250,7 +247,6 @@ class Replay(Observer):
             )
 
     def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
-        """Return whether the replay ends at the head of this iteration."""
         iteration, watch = trainer.updater.iteration, self._watch
         if self._reached is None:
             watch.look_at_parameters(trainer, iteration)
@@ -283,7 +279,6 @@ class Replay(Observer):
         return would_end and not (is_by_the_clock and iteration < self._until)  # here iterations may take longer
 
     def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
-        """Do an update, and look at what it has reported."""
         iteration = trainer.updater.iteration + 1
         self._batches.mark()
         try:

@@ -199,7 +199,6 @@ class _Verification:
         self._has_searched = False  # in a resumed run, for what no state holds
 
     def judge(self, iterations: int | None, points: list[int]) -> Verdict:
-        """Launch the runs, compare them, and return the verdict."""
         verdict = self._verdict
         try:
             lines = self._compare(iterations, points)
