@@ -207,7 +207,7 @@ class Snapshot(Extension):
         if not wanted.pop(name):
             return
         takers = [name, *(taker for taker, is_wanted in wanted.items() if is_wanted)]
-        self.wait()
+        self._guard(self._background.wait)
         if trainer.comm.is_main:  # it may be called by hand before the run, to keep the state that it starts from
             os.makedirs(trainer.out, exist_ok=True)
         write = self._prepare(trainer, siblings, takers)
@@ -415,8 +415,8 @@ class Series:
             raise FileExistsError(
                 f"{store}/{name} is in the way of the snapshots of that name; move it, or give another filename"
             )
-        self._known = known = self._readable(store)
-        newest = next((name for name, manifest in known.items() if _FINAL not in manifest.about), None)
+        self._known = {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
+        newest = next((name for name, manifest in self._known.items() if _FINAL not in manifest.about), None)
         if self.is_fixed and newest is not None and store.link_target(name) != newest:
             store.link(name, newest)
 
@@ -445,7 +445,8 @@ class Series:
             return
         if directory != name:
             store.link(name, directory)
-        known = self._readable(store) if self._known is None else self._known  # not known: called by hand before the run
+        if (known := self._known) is None:  # called by hand before the run
+            known = {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
         unwanted = known.keys() - self._kept(known) - {directory}
         if unwanted and (missing := known.keys() - store.files.folders()):  # which a person has removed: they do not count
             for removed in missing:
@@ -487,9 +488,6 @@ class Series:
             if (manifest is None and any(pattern.match(name) for pattern in patterns))
             or (manifest is not None and manifest.about.get(_SERIES) == self.label and "error" not in manifest.about)
         }
-
-    def _readable(self, store: Snapshots) -> dict[str, Manifest]:
-        return {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
 
 
 def _link_of(name: str) -> str:
