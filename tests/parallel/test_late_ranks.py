@@ -328,6 +328,11 @@ def test_what_gloo_says_of_a_timeout_is_taken_for_one_also_of_the_exchanges_that
     assert "Timed out" not in said[1]
 
 
+@pytest.mark.parametrize("end", ["timed out in blocking wait.", "ran for 4031 milliseconds before timing out."])
+def test_what_nccl_says_of_a_timeout_is_taken_for_one(end):
+    assert is_timeout(dist.DistBackendError(f"WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=4000) {end}"))
+
+
 def test_a_rank_that_has_left_gloo_is_not_one_that_is_late():
     waiting, other = pair_of_gloo()
     receive = waiting.recv([torch.zeros(1)], 1, 1)

@@ -154,7 +154,8 @@ def count_collectives() -> dict[str, tuple[int, list[int], str]]:
 
 def is_timeout(error: BaseException) -> bool:
     """Return whether an exchange took too long, or, as gloo says of what follows, one before it in the same group."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("imed out", "Application timeout"))
+    words = ("imed out", "timing out", "Application timeout")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def is_connection_error(error: BaseException) -> bool:
