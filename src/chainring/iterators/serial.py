@@ -95,9 +95,10 @@ class IndexedIterator(Iterator):
     def __next__(self) -> Batch:
         orders, epoch, start = self._orders, self.epoch, self.current_position
         stop = start + self.batch_size
-        # hot path: "an iteration with no extension" of benchmarks/overhead.py. Nearly always a batch is inside an epoch.
-        if stop < orders.size and self.size == 1 and orders.seed is not None and (self.repeat or epoch == 0):
-            share, is_empty = [orders.segment(epoch, start, stop)], False
+        # hot path: "an iteration with no extension" of benchmarks/overhead.py. Nearly always a batch is inside a block.
+        key, first, last, block = orders.blocks[0]
+        if key[1] == orders.first + epoch and first <= start and stop < last and self.size == 1:
+            share, is_empty = [(key, block[start - first : stop - first])], False
         else:
             share, is_empty, epoch, stop = self._next_share()
             if not share:
@@ -309,7 +310,7 @@ class _EpochOrders:
         self.seed, self.earlier, self.first = seed, earlier, first
         # Key, first position, end and indices of the newest block, and if it is not large of the one before, since a
         # Recorder asks for the epoch that has just ended.
-        self._blocks: list[tuple[OrderKey, int, int, Indices]] = []
+        self.blocks: list[tuple[OrderKey, int, int, Indices]] = [((0, -1), 0, 0, np.empty(0, np.int64))]
 
     def key_of(self, epoch: int) -> OrderKey:
         order, (earlier_seed, switch) = self.first + epoch, self.earlier
@@ -320,7 +321,7 @@ class _EpochOrders:
     def segment(self, epoch: int, start: int, stop: int) -> Segment:
         """Return the examples at positions ``start`` to ``stop`` of an epoch."""
         order = self.first + epoch
-        for key, first, last, block in self._blocks:
+        for key, first, last, block in self.blocks:
             if key[1] == order and first <= start and stop <= last:
                 return key, block[start - first : stop - first]
         key = self.key_of(epoch)
@@ -339,7 +340,7 @@ class _EpochOrders:
             block = epoch_order(*key, self._dataset_size, first, last)
         else:
             block = np.arange(first, last)
-        self._blocks = [(key, first, last, block), *[old for old in self._blocks[:1] if len(old[-1]) <= _BLOCK_SIZE]]
+        self.blocks = [(key, first, last, block), *[old for old in self.blocks[:1] if len(old[-1]) <= _BLOCK_SIZE]]
         return key, block[start - first : stop - first]
 
     def _sample(self, sampler: OrderSampler, seed: int, epoch: int, trial: int = 0) -> Indices:
