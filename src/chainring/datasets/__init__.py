@@ -26,13 +26,13 @@ from chainring.datasets.combined import (
     split_dataset_n_random,
     split_dataset_random,
 )
-from chainring.datasets.image_dataset import (
+from chainring.datasets.files import (
     ImageDataset,
     LabeledImageDataset,
     LabeledZippedImageDataset,
+    TextDataset,
     ZippedImageDataset,
 )
-from chainring.datasets.text_dataset import TextDataset
 
 __all__ = [
     "CIFAR10", "CIFAR100", "ConcatenatedDataset", "DatasetMixin", "DictDataset", "FASHION_MNIST", "ImageDataset",
