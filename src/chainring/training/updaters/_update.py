@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
+from chainring._checks import is_number
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.progress import note_iteration
 from chainring._distributed.sharding import is_sharded, to_full, to_local
@@ -20,14 +21,13 @@ from chainring._hints import PRECISIONS
 from chainring._progress import raise_unless_end
 from chainring.datasets._columns import require_count
 from chainring.reporting.reporter import current, current_observation, report, report_scope
-from chainring.reporting.summary import is_scalar, select_scalars, weighted_means
-from chainring.training.updaters._arguments import check_call
+from chainring.reporting.summary import is_scalar, select_scalars, weighted_mean, weighted_means
+from chainring.training.updaters._arguments import NO_FP16, check_call
 from chainring.training.updaters._means import only_gradients_of, stash
 from chainring.training.updaters._ranks import list_buffers
 from chainring.training.updaters.callbacks import UpdateContext, list_parameters, run
 
 if TYPE_CHECKING:
-    from chainring.training.updaters._closures import ClosureStep
     from chainring.training.updaters._compiled import Compiled
     from chainring.training.updaters._means import WeightedMean
     from chainring.training.updaters._ranks import ExchangeWatch, ModelRanksWatch, WrappedModules
@@ -165,7 +165,7 @@ class Update:
             if scheme.mean is not None:
                 self.add_totals(names)
             if not self.is_last:
-                self.defer(names)
+                self._defer(names)
                 return
             if self.part is not None:
                 self.part.joint.meet(self.part, names)
@@ -184,6 +184,14 @@ class Update:
             run(callbacks.update_on_finish, self.context)
         self.stepped += optimizers
 
+    def step_by_closure(self, name: str, closure: Callable[[], Any]) -> None:
+        """Let an optimizer step that calls a closure, or wait for those of the other micro-batches."""
+        self.closures.setdefault(name, ClosureStep(self, name)).add(closure)
+        if self.is_last:
+            self.closures.pop(name).run()
+        else:
+            self._defer([name])
+
     def add_totals(self, names: list[str]) -> None:
         """Add the weight of the last backward to those by which the gradients of optimizers become means."""
         if self.weight is None:
@@ -194,7 +202,7 @@ class Update:
         for name in names:
             self.totals[name] = self.totals.get(name, 0) + self.weight
 
-    def defer(self, names: list[str]) -> None:
+    def _defer(self, names: list[str]) -> None:
         self.deferred += [name for name in names if name not in self.deferred]
         for name in names if self.scheme.stashes else ():
             stash(self.scheme.optimizers[name], self.stashed, self.scheme.wrapped.in_buckets)
@@ -229,6 +237,105 @@ class Update:
             comm.broadcast(buffers)
         if comm.world.size > 1:
             note_iteration(scheme.updater.iteration + 1)
+
+
+class ClosureStep:
+    """A step of an optimizer that computes the mean loss of all micro-batches of an update as often as it likes."""
+
+    def __init__(self, update: Update, name: str) -> None:
+        self._update, self._name = update, name
+        self._optimizer = update.scheme.optimizers[name]
+        self._evaluations: list[tuple[Any, ...]] = []  # the closure of each micro-batch, and what it was given in
+        self._has_gradients = False  # of a backward before the closure was given
+        self._is_first = True
+
+    def add(self, closure: Any) -> None:
+        """Add the closure of the current micro-batch."""
+        update = self._update
+        if not callable(closure):
+            raise TypeError(f"a closure is a function without arguments that returns the loss, got {type(closure).__name__}")
+        if update.scheme.precision.scaler is not None:
+            raise ValueError(NO_FP16)
+        self._evaluations.append((closure, update.context, update.examples, current_observation()))
+        if update.weight is not None:
+            self._has_gradients = True
+            if update.scheme.mean is not None:
+                update.add_totals([self._name])
+
+    def run(self) -> None:
+        """Let the optimizer step, which calls all closures any number of times."""
+        update, watch = self._update, self._update.scheme.exchange_watch
+        if self._has_gradients:
+            update.finish_gradients([self._name], [self._optimizer])
+        if watch is not None:
+            watch.is_stepping = True
+        self._optimizer.step(self._evaluate)
+        if watch is not None:
+            watch.is_stepping = False
+        run(update.scheme.updater.callbacks.update_on_finish, update.context)
+        update.stepped.append(self._optimizer)
+
+    def _evaluate(self) -> Any:
+        """Compute the gradients of the optimizer by its closures, and return the mean loss."""
+        update, optimizers = self._update, self._update.scheme.optimizers
+        is_first, self._is_first = self._is_first, False
+        for optimizer in update.stepped:
+            clear_gradients(optimizer)
+        update.stepped = []
+        before = update.context, update.examples, update.weight
+        with torch.enable_grad(), only_gradients_of([self._optimizer], optimizers.values()):
+            losses = [self._call(is_first, *evaluation) for evaluation in self._evaluations]
+            with nullcontext() if is_first or current_observation() is None else report_scope({}):
+                update.finish_gradients([self._name], [self._optimizer])
+        update.context, update.examples, update.weight = before
+        return self._mean(losses)
+
+    def _call(
+        self, is_first: bool, closure: Any, context: UpdateContext, examples: Any, observation: dict[str, Any] | None
+    ) -> tuple[Any, Any]:
+        """Return the loss of a micro-batch and its weight; its gradients are added to those of the micro-batches before."""
+        update, scheme = self._update, self._update.scheme
+        update.context, update.examples, update.weight = context, examples, None
+        clear_gradients(self._optimizer)
+        if is_first:
+            update.weights.pop(context.micro_step, None)
+        with nullcontext() if observation is None else report_scope(observation if is_first else {}):
+            loss = closure()
+        if not is_number(loss) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+            raise TypeError(
+                f"a closure calls self.backward(loss) and returns the loss, one number; got {type(loss).__name__}"
+            )
+        if update.weight is None:  # the closure has called loss.backward()
+            if scheme.wrapped.parameters and scheme.updater.comm.size > 1:
+                raise RuntimeError(
+                    "DDP and fully_shard exchange gradients in the backward, before which self.backward(loss) weighs the "
+                    "loss; write self.backward(loss) in the closure, not loss.backward()"
+                )
+            weight = update.weight = require_count(update.examples)
+            update.weights.setdefault(context.micro_step, weight)
+            if scheme.mean is not None:
+                for parameter in list_parameters([self._optimizer]):
+                    if parameter.grad is not None:
+                        to_local(parameter.grad).mul_(weight / scheme.mean.reference)
+        if scheme.mean is not None:
+            update.add_totals([self._name])
+            stash(self._optimizer, update.stashed, scheme.wrapped.in_buckets)
+        return to_full(loss), update.weight
+
+    def _mean(self, losses: list[tuple[Any, Any]]) -> Any:
+        """Return the mean of losses by weight, over all ranks: the same number on each rank, for joint decisions."""
+        comm, (loss, _) = self._update.scheme.updater.comm, losses[0]
+        if len(losses) == 1 and comm.size == 1:
+            return loss
+        device = list_parameters([self._optimizer])[0].device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        numbers = [(torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()), w) for each, w in losses]
+        mean, weight = weighted_mean(numbers)
+        if comm.size > 1:
+            sums = torch.stack([mean * weight, torch.as_tensor(weight, dtype=dtype, device=device)])
+            comm.all_reduce([sums], average=False)
+            mean = sums[0] / sums[1]
+        return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean
 
 
 class Precision:
@@ -300,13 +407,16 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 def compute_loss(model: nn.Module, loss_func: Callable[..., Any] | None, batch: Any) -> tuple[Any, Any]:
     """Return the loss of a converted batch, and its weight if it comes with one."""
-    # hot path: "no extension" of benchmarks/overhead.py. Nearly every batch is a tuple.
+    # hot path: "no extension" of benchmarks/overhead.py. Nearly every batch is a tuple, and many models report their loss.
     args, kwargs = (batch, {}) if type(batch) is tuple else arguments(batch)
     try:
         output = model(*args, **kwargs) if loss_func is None else loss_func(model, *args, **kwargs)
     except TypeError:
         check_call(model, loss_func, args, kwargs)  # says what is wrong, if it is the call
         raise
+    reporter = current.reporter
+    if type(output) is Tensor and (reporter is None or "main/loss" in reporter.reported.values):
+        return output, None
     return loss_and_weight(output)
 
 

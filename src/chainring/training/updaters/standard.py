@@ -35,7 +35,6 @@ from chainring.training.updaters._arguments import (
     check_settings,
     needs_closure,
 )
-from chainring.training.updaters._closures import ClosureStep
 from chainring.training.updaters._means import WeightedMean
 from chainring.training.updaters._ranks import (
     ExchangeWatch,
@@ -455,14 +454,10 @@ class StandardUpdater(Updater):
         update = self._scheme.update
         if closure is None:
             update.step([name])
-            return
-        if self._scheme.virtual is not None:
-            raise ValueError(NO_VIRTUAL_RANKS)
-        update.closures.setdefault(name, ClosureStep(update, name)).add(closure)
-        if update.is_last:
-            update.closures.pop(name).run()
+        elif self._scheme.virtual is None:
+            update.step_by_closure(name, closure)
         else:
-            update.defer([name])
+            raise ValueError(NO_VIRTUAL_RANKS)
 
     # --- iterators, models and optimizers by name; progress ---
 
