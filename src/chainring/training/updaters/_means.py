@@ -24,14 +24,11 @@ class WeightedMean:
 
     The sizes of the micro-batches are not known before the last has come. So each loss is multiplied by its weight over
     that of a full update, and the sums of the gradients are corrected once, in the step.
-
-    Attributes:
-        sends: True if gradients are sent while the backward runs: nothing but the last backward of an update adds to them.
     """
 
     def __init__(self, scheme: Scheme, comm: Communicator | None, exchanged: Set[int], sends: bool) -> None:
         self._scheme, self._comm, self._exchanged = scheme, comm, exchanged
-        self.sends = sends
+        self.sends = sends  # gradients while the backward runs: nothing but the last backward of an update adds to them
 
     @property
     def reference(self) -> Any:
@@ -121,18 +118,13 @@ class BucketedSum:
 
     All ranks send the same buckets in the same order, whether in the backward or not. A gradient that changes after it was
     sent is stale: if a parameter is reached twice, as in a checkpointed part of a model, or a user's hook changes it.
-
-    Args:
-        parameters: those whose gradients are sent.
-        buckets: the positions of parameters in each.
-        start: sends the next bucket, which has these gradients.
     """
 
     def __init__(
         self, parameters: Sequence[Any], buckets: Sequence[Sequence[int]], start: Callable[[Sequence[Tensor]], Any]
     ) -> None:
-        self.parameters = parameters
-        self.buckets, self._start = buckets, start
+        self.parameters, self.buckets = parameters, buckets  # the positions of parameters in each
+        self._start = start  # sends the next bucket, which has these gradients
         self._started, self._sends = 0, False
         self._sent: dict[int, tuple[Tensor, int]] = {}  # in the backward: gradients by position, each with its version
 

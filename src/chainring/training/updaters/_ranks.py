@@ -52,12 +52,7 @@ _TOLERANCE = 1e-2  # of a gradient, which kernels that add in any order round di
 
 
 class WrappedModules:
-    """The modules of some models that are wrapped in DDP or `fully_shard`, and the states of communication hooks of DDP.
-
-    Attributes:
-        parameters: the ids of their parameters.
-        in_buckets: the ids of those whose gradients lie in memory that DDP writes to in each backward.
-    """
+    """The modules of some models that are wrapped in DDP or `fully_shard`, and the states of communication hooks of DDP."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._replicated = _list_ddp_modules(models)
@@ -65,6 +60,7 @@ class WrappedModules:
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
         sharded = [parameter for model in models for parameter in exchanged_by_fsdp(model)]
         self.parameters = {id(parameter) for parameter in [*replicated, *sharded]}
+        # DDP writes to the memory in which the gradients of these lie in each backward.
         viewed = [module for module in self._replicated if module.gradient_as_bucket_view]
         self.in_buckets = {id(parameter) for module in viewed for parameter in module.parameters()}
         self._loaded: dict[str, dict[str, Any]] = {}  # states of hooks, until the buckets of DDP are laid out
@@ -314,12 +310,7 @@ def _list_ddp_modules(models: Sequence[nn.Module]) -> list[DistributedDataParall
 
 
 class ExchangeWatch:
-    """Detects changes of parameters by an ``update_core`` outside of `StandardUpdater.step`, which exchanges gradients.
-
-    Attributes:
-        has_exchanged: True if gradients were exchanged in this update.
-        is_stepping: True while an optimizer steps on gradients that were exchanged.
-    """
+    """Detects changes of parameters by an ``update_core`` outside of `StandardUpdater.step`, which exchanges gradients."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
@@ -330,7 +321,8 @@ class ExchangeWatch:
 
     def begin(self) -> None:
         """Begin an update."""
-        self.has_exchanged = self.is_stepping = False
+        self.has_exchanged = False  # gradients, in this update
+        self.is_stepping = False  # on gradients that were exchanged
         self._stepped_outside: list[tuple[str, bool]] = []  # the name, and whether it was given a closure
 
     def _note_step(self, name: str, _: Optimizer, args: Any, kwargs: Any) -> None:
@@ -339,10 +331,7 @@ class ExchangeWatch:
             self._stepped_outside.append((name, has_closure))
 
     def check(self, comm: Communicator, models: Mapping[str, nn.Module], wrapped: WrappedModules, has_weighed: bool) -> None:
-        """Refuse an update after which the ranks may differ, or in which DDP has exchanged gradients with other weights.
-
-        ``has_weighed`` is true if a loss has gone through `StandardUpdater.backward`.
-        """
+        """Refuse an update after which ranks may differ; ``has_weighed`` is true if a loss has gone through ``backward``."""
         for name, has_closure in self._stepped_outside:
             parameters = list_parameters([self._optimizers[name]])
             # A closure gives each rank its own loss, by which its optimizer decides for itself.

@@ -18,6 +18,7 @@ from chainring.converters import Converter, Device, as_device, concat_examples, 
 from chainring.datasets._columns import Uncounted, count_examples, require_count, take_examples
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
+from chainring.serializers.protocol import AbstractSerializer, visit_setting
 from chainring.training.updaters._arguments import Loss, check_default_update, check_loss, check_models
 from chainring.training.updaters._update import compute_loss
 from chainring.training.updaters.callbacks import run
@@ -167,8 +168,9 @@ class ParallelUpdater(StandardUpdater):
                     reporter.add_observer(path, module)
             self._reporter_with_replicas = reporter
 
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), "number of replicas": len(self._replicas)}
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        super().serialize(serializer)
+        visit_setting(serializer["settings"], "number of replicas", len(self._replicas), "number of replicas")
 
 
 class _Replica(NamedTuple):

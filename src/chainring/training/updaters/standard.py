@@ -510,7 +510,12 @@ class StandardUpdater(Updater):
         scaler_state = serializer["precision"]("scaler", None if scaler is None else scaler.state_dict())
         if scaler is not None and scaler_state is not None and loads:
             scaler.load_state_dict(scaler_state)
-        for name, value in self._settings().items():
+        for name, value in {  # that a resumed run may change, which is then announced
+            "virtual_ranks": self.virtual_ranks,
+            "accumulate": self.accumulate,
+            "accumulate_across_epochs": self.accumulate_across_epochs,
+            "precision": scheme.precision.name,
+        }.items():
             visit_setting(serializer["settings"], name, value, name)
         if scheme.virtual is not None:
             scheme.virtual.seed = visit_optional(serializer, "virtual_seed", scheme.virtual.seed)
@@ -518,15 +523,6 @@ class StandardUpdater(Updater):
             scheme.wrapped.serialize(serializer["communication_hooks"], self.comm)
         if scheme.compiled is not None:
             scheme.compiled.serialize(serializer)
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the settings that a resumed run may change, which is then announced."""
-        return {
-            "virtual_ranks": self.virtual_ranks,
-            "accumulate": self.accumulate,
-            "accumulate_across_epochs": self.accumulate_across_epochs,
-            "precision": self._scheme.precision.name,
-        }
 
 
 class _Registered(dict[str, T]):
