@@ -19,7 +19,7 @@ from chainring._distributed.sharding import is_sharded, to_full
 from chainring._hints import UPDATER_KEYWORDS, hinting
 from chainring._progress import raise_unless_end
 from chainring.converters import Converter, Device, concat_examples
-from chainring.datasets._columns import Uncounted, count_examples, require_count
+from chainring.datasets._columns import Batch, Uncounted, count_examples, require_count
 from chainring.iterators.base import Iterator
 from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
@@ -344,7 +344,7 @@ class StandardUpdater(Updater):
         scheme, update, iterator = self._scheme, self._scheme.update, self._scheme.iterators[name]
         if update.part is None:
             batch = next(iterator)
-            examples = count_examples(batch)
+            examples = batch.weight if type(batch) is Batch else count_examples(batch)
         else:
             batch, examples = update.part.joint.take_rows(update.part, name, iterator)
         context = update.context
