@@ -146,8 +146,13 @@ class ParallelUpdater(StandardUpdater):
         loss: Tensor
         loss, weight = weighted[0] if len(weighted) == 1 else weighted_mean(weighted)
         self.backward(loss, weight)
-        for other in others:
-            _collect_gradients(other, main)
+        with torch.no_grad():  # the gradients of the replicas are added to those of the main model
+            for target, *sources in zip(*(unwrap(replica.model).parameters() for replica in replicas), strict=True):
+                for source in sources:
+                    if target is not source and source.grad is not None:
+                        gradient = source.grad.to(target.device)
+                        target.grad = gradient if target.grad is None else target.grad.add_(gradient)
+                        source.grad = None
         return loss
 
     def _forward_replica(self, replica: _Replica, inputs: Any) -> tuple[Tensor, Any, dict[str, Any]]:
@@ -239,13 +244,3 @@ def _refresh(main: nn.Module, replicas: Sequence[nn.Module]) -> None:
                     setattr(module_copy, name, buffer.to(device, copy=True))
                 else:
                     target.copy_(buffer)
-
-
-@torch.no_grad()
-def _collect_gradients(replica: nn.Module, main: nn.Module) -> None:
-    """Add the gradients of a replica to those of the main model."""
-    for target, source in zip(unwrap(main).parameters(), unwrap(replica).parameters(), strict=True):
-        if target is not source and source.grad is not None:
-            gradient = source.grad.to(target.device)
-            target.grad = gradient if target.grad is None else target.grad.add_(gradient)
-            source.grad = None
