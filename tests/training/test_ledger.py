@@ -41,7 +41,7 @@ def test_what_was_written_is_read(tmp_path):
     assert (row.batch, row.generators, row.losses) == (66, None, {"main/loss": (0x3F800001, FLOAT32)})
     assert {i: ledger.row(i).generators for i in (32, 64, 69)} == {32: 2**64 - 1, 64: 2**64 - 2, 69: 2**64 - 3}
     assert np.flatnonzero(ledger.generators).tolist() == [31, 63, 68]
-    assert row.value("main/loss") == np.nextafter(np.float32(1), np.float32(2))
+    assert loss_value(*row.losses["main/loss"]) == np.nextafter(np.float32(1), np.float32(2))
     assert ledger.row(0) is None
     assert ledger.row(70) is None
     expected = {i: {TENSORS[0]: i, TENSORS[1]: 2**64 - i} for i in (40, 64, 66)}

@@ -34,11 +34,7 @@ _UINT64 = 2**64
 
 
 class Batches:
-    """Tells the batches that an updater takes from others.
-
-    Args:
-        updater: its iterators are those that have been registered.
-    """
+    """Tells the batches that the iterators of an updater return from others."""
 
     def __init__(self, updater: Updater) -> None:
         self._named = updater.get_all_iterators()
@@ -51,16 +47,12 @@ class Batches:
 
     def digest(self, start: list[Any], stop: list[Any]) -> int:
         """Return 64 bits of the batches between two ends; 0 where an iterator does not tell, or there is none."""
-        digests: list[int] = []
-        for iterator, first, last in zip(self._iterators, start, stop, strict=True):
-            if not self._is_known or first is None or last is None:
-                return 0
-            if (batches := iterator.batch_digest(first, last)) is None:
-                return 0
-            digests.append(batches)
-        if len(digests) < 2:
-            return int(digests[0]) if digests else 0
-        return digest(repr(list(zip(self._named, digests, strict=True))).encode())
+        if not self._is_known or None in start or None in stop:
+            return 0
+        digests = [iterator.batch_digest(*ends) for iterator, *ends in zip(self._iterators, start, stop, strict=True)]
+        if not digests or None in digests:
+            return 0
+        return int(digests[0]) if len(digests) == 1 else digest(repr(list(zip(self._named, digests, strict=True))).encode())
 
 
 class StateDigests:
@@ -74,28 +66,29 @@ class StateDigests:
     """
 
     def __init__(self, updater: Updater, comm: Communicator) -> None:
-        tensors = state_tensors(updater)
+        collected, models = StateCollector(), updater.get_all_models()
+        state = collected["updater"]
+        for name, model in models.items():
+            state.visit(f"model:{name}", unwrap(model))
+        for name, optimizer in updater.get_all_optimizers().items():
+            state.visit(f"optimizer:{name}", OptimizerState(optimizer, models, name))
+        tensors: dict[str, Tensor] = {}  # by their paths in a snapshot
+        for path, value in collected.target.items():
+            _add_tensors(path, value, tensors)
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
         shards = assign_writers(sharded, comm.world) if sharded else {}
         self.names = list(tensors)
         self._salts = [_salt(tensor.dtype, tensor.shape) for tensor in tensors.values()]
-        self.sums: list[Tensor] = []
-        self._indices: list[list[int]] = []
-        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        by_device: dict[torch.device, dict[int, Tensor]] = {}
         for index, (name, tensor) in enumerate(tensors.items() if comm.is_main else ()):
             if name not in sharded:
-                by_device.setdefault(tensor.device, []).append((index, _sum_whole(tensor)))
-        for pairs in by_device.values():
-            self._add([index for index, _ in pairs], torch.stack([total for _, total in pairs]))
+                by_device.setdefault(tensor.device, {})[index] = _sum_whole(tensor)
+        self._indices = [list(totals) for totals in by_device.values()]
+        self.sums = [torch.stack(list(totals.values())) for totals in by_device.values()]
         if sharded:
-            device = comm.world.device
-            sums = torch.stack([_sum(shards[name], device) for name in sharded])
-            comm.world.all_reduce([sums], average=False)
-            self._add([index for index, name in enumerate(tensors) if name in sharded], sums)
-
-    def _add(self, indices: list[int], sums: Tensor) -> None:
-        self._indices.append(indices)
-        self.sums.append(sums)
+            self._indices.append([index for index, name in enumerate(tensors) if name in sharded])
+            self.sums.append(torch.stack([_sum(shards[name], comm.world.device) for name in sharded]))
+            comm.world.all_reduce([self.sums[-1]], average=False)
 
     def finish(self, sums: Sequence[NDArray[np.int64]]) -> NDArray[np.uint64]:
         """Return the digests in the order of the names."""
@@ -122,20 +115,6 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[np.int64]]:
             start, end = end, end + len(tensors[index])
             read[index] = values[start:end]
     return [read[index] for index in range(len(tensors))]
-
-
-def state_tensors(updater: Updater) -> dict[str, Tensor]:
-    """Return the tensors of an updater's models and optimizers, not copied, by their paths in a snapshot."""
-    collected, models = StateCollector(), updater.get_all_models()
-    state = collected["updater"]
-    for name, model in models.items():
-        state.visit(f"model:{name}", unwrap(model))
-    for name, optimizer in updater.get_all_optimizers().items():
-        state.visit(f"optimizer:{name}", OptimizerState(optimizer, models, name))
-    tensors: dict[str, Tensor] = {}
-    for path, value in collected.target.items():
-        _add_tensors(path, value, tensors)
-    return tensors
 
 
 def _add_tensors(path: str, value: Any, tensors: dict[str, Tensor]) -> None:
@@ -204,68 +183,40 @@ def _sum_region(bits: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
             begin = offset + (start if dimension == 0 else 0)
             along = torch.arange(begin, begin + chunk.shape[dimension], device=bits.device).mul_(stride)
             positions = positions + along.view(-1, *[1] * (bits.ndim - 1 - dimension))
-        numbers = _numbers(math.prod(shape), bits.device)
-        total += (chunk * _row_numbers(bits.device)[positions % _ROW] * numbers[positions // _ROW]).sum()
+        numbers, in_row = _numbers(math.prod(shape), bits.device), _odd_numbers(_ROW, 0, bits.device)
+        total += (chunk * in_row[positions % _ROW] * numbers[positions // _ROW]).sum()
     return total
 
 
 def _sum_run(bits: Tensor, start: int) -> Tensor:
     """Return the sum over elements that follow one another, the first of which is element ``start``."""
-    if bits.device.type == "cpu":
-        return _sum_run_on_host(np.from_dlpack(bits), start)
-    numbers, in_row = _numbers(start + len(bits), bits.device), _row_numbers(bits.device)
+    numbers, in_row = _numbers(start + len(bits), bits.device), _odd_numbers(_ROW, 0, bits.device)
+    is_on_host = bits.device.type == "cpu"
     sums, at = [], 0
     while at < len(bits):
-        row, column, rows = _next_rows(at, start, len(bits))
+        row, column = divmod(start + at, _ROW)
+        rows = 0 if column else min(len(bits) - at, _CHUNK) // _ROW  # whole ones, or what is left of one: 0
         chunk = bits[at : at + (rows * _ROW or _ROW - column)].view(rows or 1, -1)
-        of_rows = chunk.to(torch.int64).mul_(in_row[column : column + chunk.shape[1]]).sum(1)
-        sums.append(of_rows.mul_(numbers[row : row + len(chunk)]).sum())
+        of_columns, of_rows = in_row[column : column + chunk.shape[1]], numbers[row : row + len(chunk)]
+        if is_on_host:  # in one pass over the memory, and with the same result on any number of threads
+            products = np.einsum("ij,j->i", chunk.numpy(), of_columns.numpy())
+            sums.append(torch.from_numpy(np.array(np.einsum("i,i->", products, of_rows.numpy()))))
+        else:
+            sums.append(chunk.to(torch.int64).mul_(of_columns).sum(1).mul_(of_rows).sum())
         at += chunk.numel()
     return _add_up(sums, bits.device)
 
 
-def _sum_run_on_host(bits: NDArray[Any], start: int) -> Tensor:
-    """Do the same in one pass over the memory, and with the same result on any number of threads."""
-    numbers, in_row = _odd_numbers(_count_numbers(start + len(bits)), _ROW), _odd_numbers(_ROW, 0)
-    total = at = 0
-    while at < len(bits):
-        row, column, rows = _next_rows(at, start, len(bits))
-        chunk = bits[at : at + (rows * _ROW or _ROW - column)].reshape(rows or 1, -1)
-        of_rows = np.einsum("ij,j->i", chunk, in_row[column : column + chunk.shape[1]])
-        total += int(np.einsum("i,i->", of_rows, numbers[row : row + len(chunk)]))
-        at += chunk.size
-    return torch.from_numpy(np.array(total % _UINT64, np.uint64).view(np.int64))
-
-
-def _next_rows(at: int, start: int, count: int) -> tuple[int, int, int]:
-    """Return the row and the column of the next of ``count`` elements, and how many whole rows to multiply; or 0."""
-    row, column = divmod(start + at, _ROW)
-    return row, column, 0 if column else min(count - at, _CHUNK) // _ROW
-
-
 def _numbers(elements: int, device: torch.device) -> Tensor:
-    """Return the numbers of at least as many rows as so many elements have."""
-    return _copy_odd_numbers(_count_numbers(elements), _ROW, device)
-
-
-def _row_numbers(device: torch.device) -> Tensor:
-    return _copy_odd_numbers(_ROW, 0, device)
-
-
-def _count_numbers(elements: int) -> int:
-    return 1 << (elements // _ROW).bit_length()  # few different ones, which are kept
+    """Return the numbers of at least as many rows as so many elements have: few different ones, which are kept."""
+    return _odd_numbers(1 << (elements // _ROW).bit_length(), _ROW, device)
 
 
 @lru_cache(64)
-def _copy_odd_numbers(count: int, first: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(_odd_numbers(count, first)).to(device)
-
-
-@lru_cache(64)
-def _odd_numbers(count: int, first: int) -> NDArray[np.int64]:
+def _odd_numbers(count: int, first: int, device: torch.device) -> Tensor:
     # FROZEN: another result would make every ledger of an earlier run differ from one of now.
     numbers = _mix((np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return (numbers | np.uint64(1)).view(np.int64)
+    return torch.from_numpy((numbers | np.uint64(1)).view(np.int64)).to(device)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

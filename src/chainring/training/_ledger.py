@@ -38,7 +38,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,7 @@ _DIGESTS = struct.Struct("<QII")
 _BLOCK_SIZE = _BLOCK.size + _CRC.size
 _LARGEST = 1 << 28  # bytes of a payload
 _MOST_LOSSES = 255
+_REMEDY = "take the file from a copy, or let the run continue from a snapshot before, which writes it again from there"
 
 Bits = tuple[int, int]
 """A loss: its bits, and its type as an index into `LOSS_TYPES`."""
@@ -69,29 +70,13 @@ class LedgerError(ValueError):
     """A ledger is damaged; the text names the file and the block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The record of an iteration.
-
-    Attributes:
-        iteration: its number; the first of a run is 1.
-        batch: the digest of the indices of the batch's examples; ``None`` where they are not known.
-        generators: the digest of the random generators after the iteration; ``None`` where it was not taken.
-        losses: by name, such as ``"main/loss"``, the bits and the type of what was reported.
-    """
+class Row(NamedTuple):
+    """The record of an iteration, the first of which is 1; ``None`` stands for what was not taken."""
 
     iteration: int
-    batch: int | None
-    generators: int | None
-    losses: Mapping[str, Bits]
-
-    def value(self, name: str) -> float:
-        """Return a loss as a number.
-
-        Raises:
-            KeyError: it was not reported in this iteration.
-        """
-        return loss_value(*self.losses[name])
+    batch: int | None  # the digest of the indices of its examples
+    generators: int | None  # the digest of the random generators after it
+    losses: Mapping[str, Bits]  # by name, such as "main/loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,22 +124,58 @@ class Ledger:
     @classmethod
     def parse(cls, content: bytes, path: Path) -> Ledger:
         """Return the ledger that these bytes are, which errors say are of ``path``; see `read`."""
-        collected = _Collected()
-        note = None
-        for block in _blocks(path, content):
+        blocks: list[tuple[int, list[str], NDArray[Any]]] = []
+        digests: dict[int, dict[str, int]] = {}
+        tensors: list[str] = []
+        note, last = None, 0
+        for number, block in enumerate(_blocks(path, content)):
             if isinstance(block, str):
                 note = block
-            else:
-                collected.add(path, block)
-        return collected.ledger(path, note)
+                break
+            first, count, payload = block
+            try:
+                if first <= last:
+                    raise ValueError(f"it begins with iteration {first}, after one that ends with {last}")
+                previous, last = last, first + count - 1
+                start = _NAMES.size + _NAMES.unpack_from(payload)[0]
+                names = _parse_names(payload[_NAMES.size : start])
+                if len(names) > _MOST_LOSSES:
+                    raise ValueError(f"it has {len(names)} losses")
+                rows = np.frombuffer(payload[start:], _row_type(len(names)), count)
+                if rows["types"].size and rows["types"].max() >= len(LOSS_TYPES):
+                    raise ValueError("a loss has an unknown type")
+                blocks.append((first, names, rows))
+                rest = payload[start + rows.nbytes :]
+                while rest:
+                    iteration, size, length = _DIGESTS.unpack_from(rest)
+                    start = _DIGESTS.size + length
+                    tensors = _parse_names(rest[_DIGESTS.size : start]) if length else tensors
+                    if size != len(tensors) or not previous <= iteration <= last or iteration in digests:
+                        raise ValueError(f"the digests of iteration {iteration} are not those of its tensors")
+                    values = np.frombuffer(rest[start:], "<u8", size)
+                    digests[iteration] = dict(zip(tensors, values.tolist(), strict=True))
+                    rest = rest[start + values.nbytes :]
+            except (ValueError, struct.error) as error:
+                raise LedgerError(f"{path}: block {number} is damaged: {error}; {_REMEDY}") from error
+        names = list(dict.fromkeys(name for _, columns, _ in blocks for name in columns))
+        table = np.zeros(sum(len(rows) for _, _, rows in blocks), _row_type(len(names)))
+        iterations, start = np.zeros(len(table), np.int64), 0
+        for first, columns, rows in blocks:
+            stop, where = start + len(rows), [names.index(name) for name in columns]
+            iterations[start:stop] = np.arange(first, first + len(rows))
+            table["batch"][start:stop], table["generators"][start:stop] = rows["batch"], rows["generators"]
+            table["bits"][start:stop, where], table["types"][start:stop, where] = rows["bits"], rows["types"]
+            start = stop
+        arrays = table["batch"], table["generators"], tuple(names), table["bits"], table["types"]
+        return cls(path, iterations, *arrays, digests, note)
 
     def row(self, iteration: int) -> Row | None:
         """Return what is known of an iteration, ``None`` if it was not recorded."""
         index = int(np.searchsorted(self.iterations, iteration))
         if index == len(self.iterations) or self.iterations[index] != iteration:
             return None
-        reported = [column for column in range(len(self.names)) if self.types[index, column]]
-        losses = {self.names[column]: (int(self.bits[index, column]), int(self.types[index, column])) for column in reported}
+        bits, types = self.bits[index].tolist(), self.types[index].tolist()
+        losses = {name: (value, kind) for name, value, kind in zip(self.names, bits, types, strict=True) if kind}
         return Row(iteration, int(self.batches[index]) or None, int(self.generators[index]) or None, losses)
 
 
@@ -217,17 +238,17 @@ def _row_type(losses: int) -> np.dtype[Any]:
     return np.dtype([("batch", "<u8"), ("generators", "<u8"), ("bits", "<u8", (losses,)), ("types", "u1", (losses,))])
 
 
-@dataclass(frozen=True, slots=True)
-class _RawBlock:
-    number: int
-    first: int
-    rows: int
-    payload: memoryview
-
-
-def _blocks(path: Path, content: bytes) -> Iterator[_RawBlock | str]:
-    """Yield the blocks of a file, or in place of the last why it is left out."""
-    _check_head(path, content)
+def _blocks(path: Path, content: bytes) -> Iterator[tuple[int, int, memoryview] | str]:
+    """Yield each block: its first iteration, its number of rows, its payload; in place of the last why it is left out."""
+    if content[: len(MAGIC)] != MAGIC[: len(content)] or not content:
+        raise LedgerError(f"{path} is not a ledger, which extensions.Recorder writes")
+    if len(content) < len(HEAD):
+        raise LedgerError(f"{path} has {len(content)} bytes, and a ledger {len(HEAD)} at least: it was cut off")
+    version, crc = struct.unpack_from("<II", content, len(MAGIC))
+    if crc != zlib.crc32(content[: len(MAGIC) + 4]):
+        raise LedgerError(f"{path}: the first {len(HEAD)} bytes are damaged; {_REMEDY}")
+    if version > VERSION:
+        raise LedgerError(f"{path} is of version {version}, and this Chainring reads up to {VERSION}: install a newer one")
     position, number = len(HEAD), 0
     while position < len(content):
         head = content[position : position + _BLOCK_SIZE]
@@ -251,83 +272,8 @@ def _blocks(path: Path, content: bytes) -> Iterator[_RawBlock | str]:
             raise LedgerError(f"{where} is damaged: its checksum is another one; {_REMEDY}")
         if own != number or not 1 <= rows <= ROWS or length > _LARGEST or first < 1 or first + rows > 2**62:
             raise LedgerError(f"{where} says that it is block {own}: blocks are missing or were moved; {_REMEDY}")
-        yield _RawBlock(number, first, rows, payload)
+        yield first, rows, payload
         number += 1
-
-
-_REMEDY = "take the file from a copy, or let the run continue from a snapshot before, which writes it again from there"
-
-
-def _check_head(path: Path, content: bytes) -> None:
-    if content[: len(MAGIC)] != MAGIC[: len(content)] or not content:
-        raise LedgerError(f"{path} is not a ledger, which extensions.Recorder writes")
-    if len(content) < len(HEAD):
-        raise LedgerError(f"{path} has {len(content)} bytes, and a ledger {len(HEAD)} at least: it was cut off")
-    version, crc = struct.unpack_from("<II", content, len(MAGIC))
-    if crc != zlib.crc32(content[: len(MAGIC) + 4]):
-        raise LedgerError(f"{path}: the first {len(HEAD)} bytes are damaged; {_REMEDY}")
-    if version > VERSION:
-        raise LedgerError(f"{path} is of version {version}, and this Chainring reads up to {VERSION}: install a newer one")
-
-
-class _Collected:
-    """The rows and the digests of the blocks that have been read."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, list[str], NDArray[Any]]] = []
-        self._digests: dict[int, dict[str, int]] = {}
-        self._tensors: list[str] = []
-        self._last = 0
-
-    def add(self, path: Path, block: _RawBlock) -> None:
-        try:
-            self._add(block)
-        except (ValueError, struct.error) as error:
-            raise LedgerError(f"{path}: block {block.number} is damaged: {error}; {_REMEDY}") from error
-
-    def _add(self, block: _RawBlock) -> None:
-        payload = block.payload
-        if block.first <= self._last:
-            raise ValueError(f"it begins with iteration {block.first}, after one that ends with {self._last}")
-        previous, self._last = self._last, block.first + block.rows - 1
-        start = _NAMES.size + _NAMES.unpack_from(payload)[0]
-        names = _parse_names(payload[_NAMES.size : start])
-        if len(names) > _MOST_LOSSES:
-            raise ValueError(f"it has {len(names)} losses")
-        dtype = _row_type(len(names))
-        rows = np.frombuffer(payload[start:], dtype, block.rows)
-        if rows["types"].size and rows["types"].max() >= len(LOSS_TYPES):
-            raise ValueError("a loss has an unknown type")
-        self._rows.append((block.first, names, rows))
-        self._add_digests(previous, payload[start + dtype.itemsize * block.rows :])
-
-    def _add_digests(self, previous: int, rest: memoryview) -> None:
-        while rest:
-            iteration, count, length = _DIGESTS.unpack_from(rest)
-            start = _DIGESTS.size + length
-            if length:
-                self._tensors = _parse_names(rest[_DIGESTS.size : start])
-            if count != len(self._tensors) or not previous <= iteration <= self._last or iteration in self._digests:
-                raise ValueError(f"the digests of iteration {iteration} are not those of its tensors")
-            values = np.frombuffer(rest[start:], "<u8", count)
-            self._digests[iteration] = dict(zip(self._tensors, values.tolist(), strict=True))
-            rest = rest[start + 8 * count :]
-
-    def ledger(self, path: Path, note: str | None) -> Ledger:
-        names = list(dict.fromkeys(name for _, columns, _ in self._rows for name in columns))
-        count = sum(len(rows) for _, _, rows in self._rows)
-        iterations, batches, generators = np.zeros(count, np.int64), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
-        bits, types = np.zeros((count, len(names)), np.uint64), np.zeros((count, len(names)), np.uint8)
-        at = 0
-        for first, columns, rows in self._rows:
-            here = slice(at, at + len(rows))
-            at = here.stop
-            iterations[here] = np.arange(first, first + len(rows))
-            batches[here], generators[here] = rows["batch"], rows["generators"]
-            for column, name in enumerate(columns):
-                bits[here, names.index(name)] = rows["bits"][:, column]
-                types[here, names.index(name)] = rows["types"][:, column]
-        return Ledger(path, iterations, batches, generators, tuple(names), bits, types, self._digests, note)
 
 
 def _parse_names(text: memoryview) -> list[str]:

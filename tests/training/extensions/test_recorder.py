@@ -16,7 +16,7 @@ import chainring
 from chainring import iterators, serializers, training
 from chainring.nn import Classifier
 from chainring.training import extensions
-from chainring.training._ledger import Ledger, LedgerError
+from chainring.training._ledger import Ledger, LedgerError, loss_value
 from chainring.training.extensions import FailOnNonNumber, Recorder, snapshot
 
 
@@ -85,7 +85,7 @@ def test_the_main_loss_and_one_more_are_recorded(tmp_path):
     observations += [{"a/loss": [1.0, 2.0], "b/loss": 5.0, "loss": 6.0}]
     run(Counting(observations), 4, tmp_path, Recorder())
     ledger = ledger_of(tmp_path)
-    rows = [{name: ledger.row(i).value(name) for name in ledger.row(i).losses} for i in range(1, 5)]
+    rows = [{name: loss_value(*loss) for name, loss in ledger.row(i).losses.items()} for i in range(1, 5)]
     assert rows == [{"main/loss": 3.0, "dis/loss": 2.0}, {}, {"b/loss": 5.0, "loss": 6.0}, {}]
 
 
@@ -111,7 +111,7 @@ def test_an_updater_that_skips_iterations_has_rows_of_those_that_there_were(tmp_
     run(Double([{"main/loss": float(i)} for i in range(100)]), 100, tmp_path, Recorder())
     ledger = ledger_of(tmp_path)
     assert ledger.iterations.tolist() == list(range(2, 101, 2))
-    assert ledger.row(64).value("main/loss") == 62.0
+    assert loss_value(*ledger.row(64).losses["main/loss"]) == 62.0
 
 
 @pytest.mark.parametrize(
