@@ -20,8 +20,6 @@ from chainring.converters import Device, as_device, device_scope, to_device
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import is_scalar, merge_observations
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments and keywords
-
 
 class DataParallel(nn.Module):
     """Runs a module on several devices, each with a chunk of the rows, and returns the module's output for all rows.
@@ -82,10 +80,7 @@ class DataParallel(nn.Module):
         calls = [(tuple([chunk[i] for i in range(len(args))]), {key: chunk[key] for key in kwargs}) for chunk in chunks]
         if sizes is None or len(calls) == 1:
             positional, keywords = calls[0]
-            return _map_structure(self._to_output_device, [self.module(*positional, **keywords)], "outputs")
-        return self._run(calls, sizes)
-
-    def _run(self, calls: list[_Call], sizes: list[int]) -> Any:
+            return _cut(self.module(*positional, **keywords), self.output_device, None, self.dim, "outputs")
         outer = current_observation()
         observations: list[dict[str, Any]] = [{} for _ in calls]
         outputs = []
@@ -95,28 +90,28 @@ class DataParallel(nn.Module):
         for replica, device, call, observation in runs:
             with report_scope(observation) if outer is not None else nullcontext(), device_scope(device):
                 outputs.append(replica(*call))
-        given = _given_weights(outputs)
-        weights = sizes if given is None else [to_device(self.output_device, weight) for weight in given]
+        are_weighted = all(isinstance(row, Mapping) and "loss" in row and is_scalar(row.get("weight")) for row in outputs)
+        weights = [to_device(self.output_device, row["weight"]) for row in outputs] if are_weighted else sizes
         if outer is not None:
             outer.update(merge_observations(observations, weights, self.output_device))
         gathered = _map_structure(partial(self._join, weights), outputs, "outputs")
-        if given is not None:
+        if are_weighted:
             gathered["weight"] = sum(weights)
         return gathered
 
     def _replicas(self, count: int) -> Iterator[Callable[[Any, Any], Any]]:
         """Yield the module itself, then the module with parameters and buffers of the other devices."""
-        copies: Iterable[dict[str, Tensor]] = map(self._copy_state, self.devices[1:count])
+        # Of parameters, which autograd follows back, and of buffers, which may be changed there.
+        copies: Iterable[dict[str, Tensor]] = (
+            {name: parameter.to(device) for name, parameter in self.module.named_parameters()}
+            | {name: buffer.to(device, copy=True) for name, buffer in self.module.named_buffers()}
+            for device in self.devices[1:count]
+        )
         if not any(map(is_lazy, self._tensors())):  # a lazy one has its shapes only after the first chunk
             copies = list(copies)  # before the first chunk changes a buffer
         yield lambda args, kwargs: self.module(*args, **kwargs)
         for state in copies:
             yield partial(functional_call, self.module, state)
-
-    def _copy_state(self, device: torch.device) -> dict[str, Tensor]:
-        """Return parameters on a device, which autograd follows back, and buffers that may be changed there."""
-        state = {name: parameter.to(device) for name, parameter in self.module.named_parameters()}
-        return state | {name: buffer.to(device, copy=True) for name, buffer in self.module.named_buffers()}
 
     def _join(self, weights: Sequence[Any], leaves: Sequence[Any], path: str) -> Any:
         if not all(map(_is_mean, leaves)):
@@ -124,9 +119,6 @@ class DataParallel(nn.Module):
         values, total = to_device(self.output_device, list(leaves)), sum(weights)
         mean = sum(value * (weight / total) for value, weight in zip(values, weights, strict=True))
         return mean.to(leaves[0].dtype) if isinstance(mean, Tensor) and isinstance(leaves[0], Tensor) else mean
-
-    def _to_output_device(self, leaves: Sequence[Any], path: str) -> Any:
-        return leaves[0].to(self.output_device) if isinstance(leaves[0], Tensor) else leaves[0]
 
     def _tensors(self) -> Iterator[Tensor]:
         return itertools.chain(self.module.parameters(), self.module.buffers())
@@ -170,13 +162,6 @@ def _is_mean(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0 and (value.is_floating_point() or value.is_complex())
     return isinstance(value, float)
-
-
-def _given_weights(outputs: Sequence[Any]) -> list[Any] | None:
-    """Return the weights beside the losses, if the outputs have them."""
-    if all(isinstance(output, Mapping) and "loss" in output and is_scalar(output.get("weight")) for output in outputs):
-        return [output["weight"] for output in outputs]
-    return None
 
 
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
@@ -249,18 +234,7 @@ def _as_devices(devices: Sequence[Device]) -> list[torch.device]:
 
 def _split_rows(inputs: Any, devices: Sequence[torch.device], dim: int) -> tuple[list[Any], list[int] | None]:
     """Return the chunks of `scatter` and their numbers of rows; ``None`` where there is no tensor to divide."""
-    rows = _count_rows(inputs, dim)
-    if rows is None:
-        return [_cut(inputs, device, None, dim) for device in devices], None
-    count = max(1, min(len(devices), rows))
-    sizes = [rows // count + (index < rows % count) for index in range(count)]
-    spans = [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
-    return [_cut(inputs, device, span, dim) for device, span in zip(devices, spans, strict=False)], sizes
-
-
-def _count_rows(inputs: Any, dim: int) -> int | None:
-    """Return the number of rows in which all tensors agree; ``None`` where there is no tensor to divide."""
-    rows: dict[str, int] = {}
+    rows: dict[str, int] = {}  # in which all tensors must agree
 
     def count(leaves: Sequence[Any], path: str) -> None:
         tensor = leaves[0]
@@ -280,10 +254,18 @@ def _count_rows(inputs: Any, dim: int) -> int | None:
             f"tensors to scatter must have the same number of rows in dimension {dim}: {numbers}. "
             "Expand one that all rows share, or keep it in the model as a buffer"
         )
-    return next(iter(rows.values()), None)
+    if not rows:
+        return [_cut(inputs, device, None, dim) for device in devices], None
+    total = next(iter(rows.values()))
+    n_chunks = max(1, min(len(devices), total))
+    sizes = [total // n_chunks + (index < total % n_chunks) for index in range(n_chunks)]
+    spans = [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
+    return [_cut(inputs, device, span, dim) for device, span in zip(devices, spans, strict=False)], sizes
 
 
-def _cut(inputs: Any, device: torch.device, span: tuple[int, int] | None, dim: int) -> Any:
+def _cut(tree: Any, device: torch.device, span: tuple[int, int] | None, dim: int, name: str = "inputs") -> Any:
+    """Return the rows of a span, or all, on a device."""
+
     def cut(leaves: Sequence[Any], path: str) -> Any:
         leaf = leaves[0]
         if not isinstance(leaf, Tensor):
@@ -293,7 +275,7 @@ def _cut(inputs: Any, device: torch.device, span: tuple[int, int] | None, dim: i
             leaf = (leaf if leaf.requires_grad else leaf.detach()).narrow(dim, *span)
         return to_device(device, leaf)
 
-    return _map_structure(cut, [inputs], "inputs")
+    return _map_structure(cut, [tree], name)
 
 
 def _join_values(leaves: Sequence[Any], path: str, device: torch.device | None, dim: int) -> Any:
@@ -323,10 +305,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _map_structure(function: Callable[[Sequence[Any], str], Any], trees: Sequence[Any], path: str) -> Any:
     """Call ``function(values, path)`` with the values at each path of some trees; return the results in their structure.
 
-    Args:
-        function: ``path`` is written as in Python, ``inputs[0]['mask']``, for errors.
-        trees: of the same structure, or a ValueError is raised.
-        path: the name of the whole.
+    The trees must have the same, or a ValueError is raised. Errors have the path as Python has it: ``inputs[0]['mask']``.
     """
     members = [_members(tree, path) for tree in trees]
     if len(trees) > 1:
@@ -344,7 +323,19 @@ def _map_structure(function: Callable[[Sequence[Any], str], Any], trees: Sequenc
         child_path = f"{path}.{name}" if _has_fields(trees[0]) else f"{path}[{name!r}]"
         values = [children[name] for children in members if children is not None]
         mapped[name] = _map_structure(function, values, child_path)
-    return _rebuild(trees[0], mapped)
+    old = trees[0]
+    if isinstance(old, (tuple, list)):
+        make: Any = getattr(old, "_make", type(old))
+        return make(mapped.values())
+    if isinstance(old, Mapping) and not isinstance(old, MutableMapping):
+        return mapped
+    made = copy.copy(old)  # keeps a default factory, for example
+    for name, value in mapped.items():
+        if isinstance(old, Mapping):
+            made[name] = value
+        else:
+            object.__setattr__(made, name, value)  # a dataclass may be frozen
+    return made
 
 
 def _members(value: Any, path: str) -> dict[Any, Any] | None:
@@ -367,22 +358,6 @@ def _has_fields(value: Any) -> bool:
     """Return True for a named tuple, or a dataclass that is neither a mapping nor a tensor nor a module."""
     is_data = dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping, Tensor, torch.nn.Module))
     return hasattr(value, "_fields") if isinstance(value, tuple) else is_data
-
-
-def _rebuild(old: Any, members: dict[Any, Any]) -> Any:
-    """Return a container of the same type with other members."""
-    if isinstance(old, (tuple, list)):
-        make: Any = getattr(old, "_make", type(old))
-        return make(members.values())
-    if isinstance(old, Mapping) and not isinstance(old, MutableMapping):
-        return members
-    made = copy.copy(old)  # keeps a default factory, for example
-    for name, value in members.items():
-        if isinstance(old, Mapping):
-            made[name] = value
-        else:
-            object.__setattr__(made, name, value)  # a dataclass may be frozen
-    return made
 
 
 def _describe(value: Any, names: Mapping[Any, Any] | None) -> str:

@@ -23,7 +23,6 @@ from chainring.serializers.protocol import (
     DictionarySerializer,
     visit_if_stateful,
 )
-from chainring.training._entry import Entry
 from chainring.training._run import prepare
 from chainring.training.triggers.base import describe, keys_of, never
 from chainring.training.updaters.base import Updater
@@ -41,11 +40,11 @@ def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
     entries = sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # as they run
     updater = SimulatedUpdater(trainer.updater)
     first, limit = updater.iteration + 1, updater.iteration + iterations
-    copies = {
-        id(trigger): copy.deepcopy(trigger)
-        for trigger in (trainer.stop_trigger, *(entry.trigger for entry in entries))
-        if _is_predictable(trigger, updater.counts_epochs)
-    }
+    copies = {}
+    for trigger in (trainer.stop_trigger, *(entry.trigger for entry in entries)):
+        unknown = ("second",) if updater.counts_epochs else ("second", "epoch")
+        if getattr(trigger, "predictable", False) and getattr(trigger, "unit", None) not in unknown:
+            copies[id(trigger)] = copy.deepcopy(trigger)
     simulated: Any = SimpleNamespace(updater=updater, elapsed_time=trainer.elapsed_time, observation={})
     simulated.initialize_trigger = lambda trigger: hasattr(trigger, "initialize") and trigger.initialize(simulated)
     if not is_started:
@@ -70,26 +69,17 @@ def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
         ending = f"then {end} stops training" if end is not None else f"until {until}"
         headline = f"Iterations {first} to {updater.iteration}, {ending}. Each is an update, then in this order:"
     rows = [("extension", "priority", "trigger", "fires")]
-    rows += [_row(trainer, entry, fires.get(id(entry.trigger))) for entry in entries]
+    for entry in entries:
+        text, fired = "asked each iteration", fires.get(id(entry.trigger))
+        if fired is not None:
+            text = "at " + (", ".join(map(str, fired[:_MAX_SHOWN])) or "none of them")
+            text += f", ... ({len(fired)} times)" if len(fired) > _MAX_SHOWN else ""
+        is_skipped = trainer.is_resumed and entry.optional("skip_on_resume")
+        text += "; once before training" if entry.invoke_before_training and not is_skipped else ""
+        text += "; observes each" if entry.observe is not None else ""
+        rows.append((entry.name, str(entry.priority), describe(entry.trigger), text))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join([headline, *("  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows)])
-
-
-def _is_predictable(trigger: Any, counts_epochs: bool) -> bool:
-    unit = getattr(trigger, "unit", None)
-    return getattr(trigger, "predictable", False) and unit != "second" and (counts_epochs or unit != "epoch")
-
-
-def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, str, str, str]:
-    if fires is None:
-        text = "asked each iteration"
-    else:
-        text = "at " + (", ".join(map(str, fires[:_MAX_SHOWN])) or "none of them")
-        text += f", ... ({len(fires)} times)" if len(fires) > _MAX_SHOWN else ""
-    is_skipped = trainer.is_resumed and entry.optional("skip_on_resume")
-    text += "; once before training" if entry.invoke_before_training and not is_skipped else ""
-    text += "; observes each" if entry.observe is not None else ""
-    return entry.name, str(entry.priority), describe(entry.trigger), text
 
 
 class SimulatedUpdater:
@@ -105,10 +95,8 @@ class SimulatedUpdater:
         self._repeat = getattr(iterator, "repeat", True)
         self._batches = getattr(updater, "accumulate", 1)
         self._crosses_epochs = getattr(updater, "accumulate_across_epochs", True)
-        self._epochs = self._epochs_per_batch = Fraction(0)
-        if size:
-            self._epochs = epoch + Fraction(position, size)
-            self._epochs_per_batch = Fraction(iterator.step, size)
+        self._epochs = epoch + Fraction(position, size) if size else Fraction(0)
+        self._epochs_per_batch = Fraction(iterator.step, size) if size else Fraction(0)
 
     @property
     def epoch(self) -> int:
@@ -142,7 +130,7 @@ def rehearse(trainer: Trainer) -> None:
                 f"a rehearsal restores parameters, and those of a lazy module are uninitialized before its first batch: "
                 f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
             )
-    from chainring.training._unsaved import attributes_of  # which imports NumPy's generators, for a rehearsal alone
+    from chainring.training import _unsaved  # which imports NumPy's generators, for a rehearsal alone
 
     seen: list[Attributes] = []
     with _state_put_back(trainer), ExitStack() as stack:
@@ -153,12 +141,12 @@ def rehearse(trainer: Trainer) -> None:
             stack.callback(entry.optional("finalize"))
         trainer.extension_name = None
         try:
-            seen.append(attributes_of(trainer))
+            seen.append(_unsaved.attributes_of(trainer))
             reported = {*keys_of(trainer.updater, "reported_keys"), *trainer.observation}
             for calls_extensions in (False, True):
                 _iterate(trainer, calls_extensions)
                 reported.update(trainer.observation)
-                seen.append(attributes_of(trainer))
+                seen.append(_unsaved.attributes_of(trainer))
         except StopIteration:
             raise RuntimeError("the data ran out before 2 updates, so there is nothing to rehearse") from None
         if problem := trainer.comm.broadcast_object(_find_unknown_keys(trainer, reported)):
@@ -166,7 +154,16 @@ def rehearse(trainer: Trainer) -> None:
                 warnings.simplefilter("ignore")  # of the same, by what is finalized
                 stack.close()
             raise ValueError(problem)
-    _warn_of_unsaved(trainer, *seen)
+    # All state has been put back now: what the updates have changed and no state holds has not.
+    before, between, after = seen
+    found = _unsaved.unsaved(_unsaved.changed(before, between, after), before, _unsaved.attributes_of(trainer))
+    if found and trainer.comm.is_main:
+        shown = "".join(f"\n  {path}: {_unsaved.remedy(path, found[path])}" for path in list(found)[:_MAX_SHOWN])
+        more = f"\n  and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+        warn(
+            "two updates and a call of each extension have changed values that are not saved, so a resumed run would "
+            f"start with those of the script (a value that is set again before each use need not be saved):{shown}{more}",
+        )
 
 
 def _find_unknown_keys(trainer: Trainer, reported: set[str]) -> str | None:
@@ -195,20 +192,6 @@ def _watched(trainer: Trainer) -> Iterator[tuple[str, list[str]]]:
     for entry in trainer.entries:
         yield f"extension {entry.name!r}", keys_of(entry.extension)
         yield f"trigger {describe(entry.trigger)} of extension {entry.name!r}", keys_of(entry.trigger)
-
-
-def _warn_of_unsaved(trainer: Trainer, before: Attributes, between: Attributes, after: Attributes) -> None:
-    """Name what the updates have changed and no state holds, now that all state has been put back."""
-    from chainring.training._unsaved import attributes_of, changed, remedy, unsaved
-
-    found = unsaved(changed(before, between, after), before, attributes_of(trainer))
-    if found and trainer.comm.is_main:
-        shown = "".join(f"\n  {path}: {remedy(path, found[path])}" for path in list(found)[:_MAX_SHOWN])
-        more = f"\n  and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
-        warn(
-            "two updates and a call of each extension have changed values that are not saved, so a resumed run would "
-            f"start with those of the script (a value that is set again before each use need not be saved):{shown}{more}",
-        )
 
 
 def _iterate(trainer: Trainer, calls_extensions: bool) -> None:

@@ -280,7 +280,7 @@ def _of_model(model: Any) -> dict[str, Any]:
 def _of_tensor(tensor: Any) -> tuple[Any, ...]:
     shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
     placed = (tensor.placements, tuple(tensor.device_mesh.shape)) if is_sharded(tensor) else ()
-    return (shape, str(tensor.dtype), *(["trained" if tensor.requires_grad else "frozen"]), *placed)
+    return (shape, str(tensor.dtype), "trained" if tensor.requires_grad else "frozen", *placed)
 
 
 def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
