@@ -81,7 +81,7 @@ class ExponentialMovingAverage(Extension):
         self._updates = 0
         self._has_started = start is None
         self._trainer: Trainer | None = None
-        self._is_prepared = False
+        self._sharded: list[Any] | None = None  # the modules, once the average lies where the model does
         self._is_updated = self._was_updated = False  # by hand, since the last iteration and in it
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
@@ -94,7 +94,7 @@ class ExponentialMovingAverage(Extension):
                 "make the ExponentialMovingAverage of the finished model"
             )
         self._trainer = trainer
-        self._is_prepared = self._is_updated = False
+        self._sharded, self._is_updated = None, False
         if self._start is not None:
             trainer.initialize_trigger(self._start)
         self._prepare()
@@ -170,7 +170,7 @@ class ExponentialMovingAverage(Extension):
 
     def _prepare(self) -> None:
         """Let the average lie where the model lies, sharded alike, which a script may decide after it was copied."""
-        if not self._is_prepared:
+        if self._sharded is None:
             for tensor, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
                 if tensor.device != source.device:
                     tensor.data = tensor.data.to(source.device)
@@ -183,7 +183,6 @@ class ExponentialMovingAverage(Extension):
                         f"{layout} in the average; shard average.model by the same calls as the model, or make the average "
                         "of the sharded model"
                     )
-            self._is_prepared = True
             self._sharded = fsdp_modules(self.model) + fsdp_modules(self._source)
         if self._sharded:
             reshard(self._sharded)  # an evaluation leaves parameters gathered

@@ -175,8 +175,21 @@ class Snapshot(Extension):
             series.comm = next((comm for comm in shared if comm is not None), None) or world.beside()
         if any(entry.extension.frozen != self.frozen for entry in siblings):
             raise ValueError(f"snapshots of one name save the same: give frozen= to all of {series.label!r}, or to none")
-        if siblings[0].extension is self:
-            series.begin(trainer.store if trainer.comm.is_main else None)
+        if siblings[0].extension is not self:
+            return
+        series.wanted, series.begun_iteration = {}, None
+        if not trainer.comm.is_main:
+            return
+        store, link = trainer.store, str(series.filename)
+        if series.is_fixed and store.exists(link) and store.link_target(link) is None:
+            raise FileExistsError(
+                f"{store}/{link} is in the way of the snapshots of that name; move it, or give another filename"
+            )
+        # The manifests are read once, and a fixed name is linked to its newest snapshot, if a kill or a person undid that.
+        series.known = {name: manifest for name, manifest in series.listing(store).items() if manifest is not None}
+        newest = next((name for name, manifest in series.known.items() if _FINAL not in manifest.about), None)
+        if series.is_fixed and newest is not None and store.link_target(link) != newest:
+            store.link(link, newest)
 
     def _join_series(self, trainer: Trainer) -> list[Entry]:
         """Return the registered extensions that save the same under the same name; from now on they share one series."""
@@ -398,27 +411,12 @@ class Series:
         self.begun_iteration: int | None = None
         self.comm: Communicator | None = None
         # By name, since the run began: a commit that read every manifest would cost the more, the more are kept.
-        self._known: dict[str, Manifest] | None = None
+        self.known: dict[str, Manifest] | None = None
 
     def names(self, trainer: Trainer) -> tuple[str, str]:
         """Return the name of a snapshot that is taken now, or that of its link, and the name of its directory."""
         name = str(self.filename(trainer) if callable(self.filename) else self.filename.format(trainer))
         return name, f"{name}_iter_{trainer.updater.iteration}" if self._has_links else name
-
-    def begin(self, store: Snapshots | None) -> None:
-        """Read the manifests once, and link a fixed name to its newest snapshot, if a kill or a person undid that."""
-        self.wanted, self.begun_iteration = {}, None
-        if store is None:  # on other ranks than the main one
-            return
-        name = str(self.filename)
-        if self.is_fixed and store.exists(name) and store.link_target(name) is None:
-            raise FileExistsError(
-                f"{store}/{name} is in the way of the snapshots of that name; move it, or give another filename"
-            )
-        self._known = {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
-        newest = next((name for name, manifest in self._known.items() if _FINAL not in manifest.about), None)
-        if self.is_fixed and newest is not None and store.link_target(name) != newest:
-            store.link(name, newest)
 
     def publish(
         self,
@@ -439,13 +437,13 @@ class Series:
         if len(self.n_retains) > 1:
             about[_TAKERS] = sorted(takers)
         checkpoint.commit(store, directory, iteration, about, self.comm)
-        if self._known is not None:
-            self._known[directory] = Manifest(iteration, {}, about)
+        if self.known is not None:
+            self.known[directory] = Manifest(iteration, {}, about)
         if not is_linked:
             return
         if directory != name:
             store.link(name, directory)
-        if (known := self._known) is None:  # called by hand before the run
+        if (known := self.known) is None:  # called by hand before the run
             known = {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
         unwanted = known.keys() - self._kept(known) - {directory}
         if unwanted and (missing := known.keys() - store.files.folders()):  # which a person has removed: they do not count
