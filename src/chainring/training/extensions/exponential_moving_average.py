@@ -47,8 +47,7 @@ class ExponentialMovingAverage(Extension):
             Values that it reports outside of an evaluator have the name of the extension as prefix.
 
     Raises:
-        ValueError: the decay is out of range, ``start`` is not a point in training, or the model has parameters without a
-            shape yet; when a run starts, the model is sharded differently from the average.
+        ValueError: parameters have no shape yet; when a run starts, the model is sharded differently from the average.
     """
 
     trigger = (1, "iteration")
@@ -122,7 +121,6 @@ class ExponentialMovingAverage(Extension):
         Raises:
             RuntimeError: the average has a ``start``, and the extension is not registered in a running trainer; or it is
                 called in a second micro-batch of an update with ``accumulate``.
-            ValueError: the function ``decay`` has not returned a number from 0 to 1.
         """
         if self._is_updated and self._trainer is not None and getattr(self._trainer.updater, "accumulate", 1) > 1:
             raise RuntimeError(

@@ -27,8 +27,7 @@ class Shift(Extension):
     """Sets an attribute in every parameter group to `value`, once before the first update and then at every call.
 
     The state is the number of calls and, if ``init`` is ``None``, the value with which the script constructed the
-    optimizer. So a resumed run neither decays twice nor starts again. If its script uses another value, this is a changed
-    setting, and the shift is computed from the new value.
+    optimizer. If the script of a resumed run uses another value, the shift is computed from that.
     """
 
     skip_on_resume = True
@@ -154,8 +153,7 @@ class Shift(Extension):
 class ExponentialShift(Shift):
     """Sets an attribute to ``init * rate ** calls``.
 
-    Before the first update it is ``init``, as for every shift. With ``trigger=(1, "epoch")`` it is multiplied by ``rate``
-    after every epoch.
+    Before the first update it is ``init``. With ``trigger=(1, "epoch")`` it is multiplied by ``rate`` after every epoch.
 
     Example::
 
@@ -170,8 +168,8 @@ class ExponentialShift(Shift):
         optimizer: the optimizer, or its name in the updater; ``None`` is the updater's main optimizer.
 
     Raises:
-        ValueError: ``rate`` is below 0, ``target`` cannot be reached; or, when the run starts, the groups lack the
-            attribute, or have different values of it and ``init`` is not given.
+        ValueError: ``target`` cannot be reached; or, when the run starts, the groups lack the attribute, or have different
+            values of it and ``init`` is not given.
     """
 
     def __init__(
@@ -217,8 +215,7 @@ class InverseShift(Shift):
 class LinearShift(Shift):
     """Changes an attribute linearly from one value to another between two calls.
 
-    Up to the first of the two calls, and before the first update, it has the first value; from the second call on, the
-    second value.
+    Before the first of these calls, and before the first update, it has the first value; after the second, the second.
 
     Example::
 

@@ -83,8 +83,7 @@ class Snapshot(Extension):
             the time of an error.
 
     Attributes:
-        saved_iteration: the iteration of the newest snapshot of the trainer that this run has completely written;
-            ``None`` before the first, and if the target is not the trainer.
+        saved_iteration: that of the newest snapshot of the trainer that this run has completely written, or ``None``.
     """
 
     trigger = (1, "epoch")

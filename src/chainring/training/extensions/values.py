@@ -272,8 +272,7 @@ class ParameterStatistics(Extension):
 
     Args:
         models: the model, called ``"main"``, or a mapping of several by name.
-        statistics: functions by name, each called with a tensor flattened to one dimension; by default
-            ``default_statistics``.
+        statistics: functions by name, called with a tensor of one dimension; by default ``default_statistics``.
         report_params, report_grads: False to leave out parameters or gradients.
         prefix: the first part of all keys.
         trigger: when means are reported. ``extend(..., trigger=t)`` means the same and takes precedence.
