@@ -14,19 +14,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, groupby
 from numbers import Real
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
-from chainring._progress import Trainer
 from chainring.converters import to_device
 from chainring.reporting import _metrics
 from chainring.reporting._metrics import is_metric
 from chainring.reporting.reporter import Stack, stack_tensors
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
+
+if TYPE_CHECKING:
+    from chainring._progress import Trainer
 
 _MIN_ROWS, _MIN_VALUES = 32, 256
 """How many observations are stacked at once, if they have so many values: few objects are alive then, at a small cost."""
