@@ -19,7 +19,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,16 +84,23 @@ def save_npz(file: str | os.PathLike[str] | IO[bytes], obj: Any, compression: bo
     serializer = DictionarySerializer()
     serializer.visit("", unwrap(obj))
     arrays = _to_arrays(serializer.target)
-    if not isinstance(file, (str, os.PathLike)):
-        _write(file, arrays, compression)
-        return
-    path = Path(os.path.realpath(file))  # what a link points to is replaced, not the link
-    if path.exists() and not path.is_file():
-        raise ValueError(f"an npz file is a regular file, and {path} is a folder or a device: name a file, or pass one open")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in: make it first")
-    with atomic_write(path, durable=True) as stream:
-        _write(stream, arrays, compression)
+    target: contextlib.AbstractContextManager[IO[bytes]]
+    if isinstance(file, (str, os.PathLike)):
+        path = Path(os.path.realpath(file))  # what a link points to is replaced, not the link
+        if path.exists() and not path.is_file():
+            raise ValueError(
+                f"an npz file is a regular file, and {path} is a folder or a device: name a file, or pass one open"
+            )
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in: make it first")
+        target = atomic_write(path, durable=True)
+    else:
+        target = contextlib.nullcontext(file)
+    method = zipfile.ZIP_DEFLATED if compression else zipfile.ZIP_STORED
+    with target as stream, zipfile.ZipFile(stream, "w", method) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # dated 1980: equal state, equal file
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 IgnoreNames = str | Callable[[str], Any] | Sequence[str | Callable[[str], Any]] | None
@@ -128,17 +135,42 @@ def load_npz(
         KeyError: with ``strict``, an entry is missing. A module raises PyTorch's ``RuntimeError``.
         TypeError: the object passes a value of a type that cannot hold the value that Chainer saved.
     """
-    ignored = _as_predicate(ignore_names)
+    several = isinstance(ignore_names, (list, tuple, set, frozenset))
+    rules: list[Any] = [] if ignore_names is None else list(ignore_names) if several else [ignore_names]  # type: ignore[arg-type]
+    if strange := [rule for rule in rules if not isinstance(rule, str) and not callable(rule)]:
+        raise ValueError(
+            f"ignore_names is a name, a function that takes a name, or a list of such; got {strange[0]!r}. A name is that "
+            'of an entry in the file, such as "predictor/l1/weight"'
+        )
+    opened: contextlib.AbstractContextManager[IO[bytes]]
+    if isinstance(file, (str, os.PathLike)):
+        label = repr(os.fspath(file))
+        if os.path.isdir(file):
+            raise ValueError(
+                f"{label} is a folder, as snapshots are: load it with chainring.serializers.load, not with load_npz"
+            )
+        if not os.path.exists(file):
+            raise FileNotFoundError(f"there is no npz file {label}; save_npz writes under the very name that it is given")
+        opened = open(file, "rb")  # noqa: SIM115 - it is entered below
+    else:
+        label, opened = repr(getattr(file, "name", "the open file")), contextlib.nullcontext(file)
     obj, start = unwrap(obj), path.strip("/")
     prefix = f"{start}/" if start else ""
-    with _opened(file) as (stream, label), _archive(stream, label) as archive:
+    with opened as stream, _archive(stream, label) as archive:
         names = [name.removesuffix(".npy") for name in archive.namelist()]
         state, untyped = _read(archive, names, prefix, label)
-        if start and not state:
-            raise ValueError(f"{label} has nothing under {path!r}; it holds {_shown(names)}")
-        if strict and is_module(obj):
-            _require_some(state, names, obj, prefix, label)
-    _NpzDeserializer(state, untyped, ignored, strict).visit(start, obj)
+    if start and not state:
+        raise ValueError(f"{label} has nothing under {path!r}; it holds {_shown(names)}")
+    if strict and is_module(obj):  # say where in the file it is, if it is elsewhere; PyTorch would list every name
+        paths = [name.replace(".", "/") for name in state_entries(obj)]
+        elsewhere = sorted({name.removesuffix(paths[0]) for name in names if paths and name.endswith(f"/{paths[0]}")})
+        if elsewhere and not any(prefix + path in state for path in paths):
+            raise ValueError(f"{label} has no such model under {prefix!r}; pass one of these as path: {_shown(elsewhere)}")
+
+    def is_ignored(name: str) -> bool:
+        return any(name == rule if isinstance(rule, str) else bool(rule(name)) for rule in rules)
+
+    _NpzDeserializer(state, untyped, is_ignored, strict).visit(start, obj)
 
 
 def read_arrays(path: Path, is_meant: Callable[[list[str]], bool]) -> dict[str, Array | None] | None:
@@ -163,17 +195,6 @@ def read_arrays(path: Path, is_meant: Callable[[list[str]], bool]) -> dict[str, 
             if size > max(_LARGEST, _LARGEST_RATIO * path.stat().st_size):
                 raise ValueError(f"{label} would become {size:,} bytes, many times its size: use load_npz if you trust it")
             return {name: _array(archive, name, label) for name in names}
-
-
-def _as_predicate(ignore_names: IgnoreNames) -> Callable[[str], bool]:
-    several = isinstance(ignore_names, (list, tuple, set, frozenset))
-    rules: list[Any] = [] if ignore_names is None else list(ignore_names) if several else [ignore_names]  # type: ignore[arg-type]
-    if strange := [rule for rule in rules if not isinstance(rule, str) and not callable(rule)]:
-        raise ValueError(
-            f"ignore_names is a name, a function that takes a name, or a list of such; got {strange[0]!r}. A name is that "
-            'of an entry in the file, such as "predictor/l1/weight"'
-        )
-    return lambda name: any(name == rule if isinstance(rule, str) else bool(rule(name)) for rule in rules)
 
 
 class _NpzDeserializer(DictionaryDeserializer):
@@ -248,9 +269,20 @@ def _as_declared(path: str, value: Any, array: Array) -> Any:
 def _to_arrays(state: Mapping[str, Any]) -> dict[str, Array]:
     """Return the arrays of a file by name, one of which says in JSON what arrays cannot."""
     values, kept = encode(state, native_arrays=True)
-    arrays, descriptions = {}, {}
-    for name, value in kept.items():
-        arrays[name], description = _to_array(name, value) if isinstance(value, Tensor) else (value, {})
+    arrays, descriptions = dict(kept), dict[str, Any]()
+    for name, tensor in kept.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        description, dtype = dict[str, Any](), str(tensor.dtype).removeprefix("torch.")
+        if tensor.dtype not in _NATIVE_DTYPES.values() and dtype not in _DTYPES_NUMPY_LACKS:
+            raise TypeError(f"{name}: an npz file has no {tensor.dtype}; convert it to a dtype that holds its values")
+        if not tensor.is_contiguous():
+            description["order"] = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if dtype in _DTYPES_NUMPY_LACKS:
+            description["dtype"] = dtype
+            host = host.view(_INTEGERS[host.itemsize])
+        arrays[name] = host.numpy()
         if description:
             descriptions[name] = description
     values = {path: value for path, value in values.items() if value != {"$tensor": path}}
@@ -259,46 +291,6 @@ def _to_arrays(state: Mapping[str, Any]) -> dict[str, Array]:
         document = {"version": _VERSION, "values": values, "tensors": descriptions, "parts": parts}
         arrays[_JSON] = np.frombuffer(json.dumps(document, allow_nan=False).encode(), np.uint8)
     return arrays
-
-
-def _to_array(name: str, tensor: Tensor) -> tuple[Array, dict[str, Any]]:
-    """Return a tensor as an array, and what the array does not say."""
-    description: dict[str, Any] = {}
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.dtype not in _NATIVE_DTYPES.values() and dtype not in _DTYPES_NUMPY_LACKS:
-        raise TypeError(f"{name}: an npz file has no {tensor.dtype}; convert it to a dtype that holds its values")
-    if not tensor.is_contiguous():
-        description["order"] = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if dtype in _DTYPES_NUMPY_LACKS:
-        description["dtype"] = dtype
-        host = host.view(_INTEGERS[host.itemsize])
-    return host.numpy(), description
-
-
-def _write(stream: IO[bytes], arrays: Mapping[str, Array], compression: bool) -> None:
-    method = zipfile.ZIP_DEFLATED if compression else zipfile.ZIP_STORED
-    with zipfile.ZipFile(stream, "w", method) as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # dated 1980: equal state, equal file
-                np.lib.format.write_array(member, array, allow_pickle=False)
-
-
-@contextlib.contextmanager
-def _opened(file: str | os.PathLike[str] | IO[bytes]) -> Iterator[tuple[IO[bytes], str]]:
-    """Open a file, and say how an error names it."""
-    if not isinstance(file, (str, os.PathLike)):
-        yield file, repr(getattr(file, "name", "the open file"))
-        return
-    label = repr(os.fspath(file))
-    if os.path.isdir(file):
-        raise ValueError(
-            f"{label} is a folder, as snapshots are: load it with chainring.serializers.load, not with load_npz"
-        )
-    if not os.path.exists(file):
-        raise FileNotFoundError(f"there is no npz file {label}; save_npz writes under the very name that it is given")
-    with open(file, "rb") as stream:
-        yield stream, label
 
 
 def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
@@ -366,8 +358,11 @@ def _to_tensor(array: Array, description: Mapping[str, Any]) -> Any:
 def _array(archive: zipfile.ZipFile, name: str, label: str) -> Array | None:
     """Return an array of the file; ``None`` if it is the ``None`` that Chainer saves."""
     try:
-        if archive.getinfo(f"{name}.npy").file_size < _LONGEST_NONE and _is_none(archive.read(f"{name}.npy")):
-            return None
+        if archive.getinfo(f"{name}.npy").file_size < _LONGEST_NONE:
+            header, _, body = archive.read(f"{name}.npy").partition(b"\n")
+            body = body.replace(b"\x87\0\0\0\0\0\0\0\x8c\x16numpy._core", b"\x86\0\0\0\0\0\0\0\x8c\x15numpy.core")  # NumPy 2
+            if header.startswith(b"\x93NUMPY\x01\0") and b"'shape': ()" in header and body in _NONE:
+                return None
         with archive.open(f"{name}.npy") as member:
             array: Array = np.lib.format.read_array(member, allow_pickle=False)
             if member.read(1):  # which also compares the checksum
@@ -382,23 +377,8 @@ def _array(archive: zipfile.ZipFile, name: str, label: str) -> Array | None:
         raise _damaged(label, f"{name!r} cannot be read", error) from error
 
 
-def _is_none(content: bytes) -> bool:
-    header, _, body = content.partition(b"\n")
-    body = body.replace(b"\x87\0\0\0\0\0\0\0\x8c\x16numpy._core", b"\x86\0\0\0\0\0\0\0\x8c\x15numpy.core")  # of NumPy 2
-    return header.startswith(b"\x93NUMPY\x01\0") and b"'shape': ()" in header and body in _NONE
-
-
 def _damaged(label: str, what: str, error: BaseException) -> ValueError:
     return ValueError(f"npz file {label} is truncated or damaged: {what} ({error}). Copy it again, or load an earlier one")
-
-
-def _require_some(state: Mapping[str, Any], names: Sequence[str], model: Any, start: str, label: str) -> None:
-    """Raise an error that says where in the file a model is, if it is elsewhere; PyTorch would list every name."""
-    paths = [name.replace(".", "/") for name in state_entries(model)]
-    if paths and not any(start + path in state for path in paths):
-        found = sorted({name.removesuffix(paths[0]) for name in names if name.endswith(f"/{paths[0]}")})
-        if found:
-            raise ValueError(f"{label} has no such model under {start!r}; pass one of these as path: {_shown(found)}")
 
 
 def _shown(names: Sequence[str]) -> str:
