@@ -120,18 +120,23 @@ class AbstractSerializer:
             below._module = obj
         return below
 
-    def _begin_module(self, module: Any) -> tuple[bool, list[tuple[str, Any]]]:
-        """Return whether a module around this one brings its entries, and the submodules that still save their own."""
-        is_covered = (self._path, id(module)) in self._covered
-        if own := [(self[path]._path, path, part) for path, part in own_states(module)]:
+    def _visit_module(self, module: Any) -> None:
+        """Visit its entries, unless a module around it brings them, and the submodules that still have their own state."""
+        is_covered, is_saving = (self._path, id(module)) in self._covered, isinstance(self, Serializer)
+        if own := own_states(module):
             clean = name_cleaner(module)
             for name, part in module.named_modules(remove_duplicate=False):
                 self._covered.add((self[clean(name).replace(".", "/")]._path, id(part)))
-            own = [each for each in own if each[0] not in self._called]
-            self._called.update(whole_path for whole_path, _, _ in own)
-        return is_covered, [(path, part) for _, path, part in own]
+            own = [(path, part) for path, part in own if self[path]._path not in self._called]
+            self._called.update(self[path]._path for path, _ in own)
+        if is_saving and not is_covered:
+            self._visit_entries(module, own)
+        for path, part in own:
+            part.serialize(self._enter(path, part, "serialize"))
+        if not is_saving and not is_covered:  # now it is known what else was saved below them
+            self._visit_entries(module, own)
 
-    def _visit_module(self, module: Any) -> None:
+    def _visit_entries(self, module: Any, own: list[tuple[str, Any]]) -> None:
         raise NotImplementedError
 
 
@@ -208,14 +213,10 @@ class DictionarySerializer(Serializer):
         self.target[path] = copy_value(value)
         return value
 
-    def _visit_module(self, module: Any) -> None:
-        is_covered, own = self._begin_module(module)
-        if not is_covered:
-            entries = state_entries(module)
-            for path, name in entry_names(module, entries, self._path).items():
-                self(path, entries[name])
-        for path, part in own:
-            part.serialize(self._enter(path, part, "serialize"))
+    def _visit_entries(self, module: Any, own: list[tuple[str, Any]]) -> None:
+        entries = state_entries(module)
+        for path, name in entry_names(module, entries, self._path).items():
+            self(path, entries[name])
 
     def _check_repeated(self, path: str, value: Any) -> None:
         """Refuse a second value under a path, unless a module saves its own parameter, or calls a submodule itself."""
@@ -266,9 +267,6 @@ def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateC
     """Return the state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
 
     Of several ranks each calls it, and the result of rank 0 is that of all, but for tensors of which each holds a part.
-
-    Raises:
-        TypeError: the object has no state.
     """
     serializer = StateCollector(directory)
     serializer.comm = serializer.comm if comm is None else comm
@@ -331,13 +329,8 @@ class DictionaryDeserializer(Deserializer):
         devices = {parameter.device for parameter in self._module.parameters()}  # of what it keeps, such as its last output
         return move(restored, devices.pop()) if len(devices) == 1 else restored
 
-    def _visit_module(self, module: Any) -> None:
+    def _visit_entries(self, module: Any, own: list[tuple[str, Any]]) -> None:
         """Load a module; a parameter that was saved as ``None`` was left out and stays what it is."""
-        is_covered, own = self._begin_module(module)
-        for path, part in own:
-            part.serialize(self._enter(path, part, "serialize"))
-        if is_covered:
-            return
         entries = state_entries(module)
         names = entry_names(module, entries, self._path)
         paths = [path for path in self.paths() if path in names or self._path + path not in self._asked]
@@ -509,18 +502,16 @@ def load_entries(module: Any, entries: Mapping[str, Any], strict: bool) -> None:
 
 
 def entry_names(module: Any, entries: Mapping[str, Any], below: str = "") -> dict[str, str]:
-    """Return the name of each entry of a module by its path, which has slashes for dots and no prefix of a wrapper.
-
-    Raises:
-        ValueError: two have the same path.
-    """
+    """Return the name of each entry of a module by its path, which has slashes for dots and no prefix of a wrapper."""
     clean, names = name_cleaner(module), dict[str, str]()
     for name in entries:
         path = clean(name).replace(".", "/")
         if names.setdefault(path, name) != name:
             modules = dict(module.named_modules(remove_duplicate=False))
             owners = [(entry, modules.get(entry.rpartition(".")[0])) for entry in (names[path], name)]
-            first, second = (repr(entry) + (f" of a {type(owner).__name__}" if owner else "") for entry, owner in owners)
+            first, second = (
+                repr(entry) + (f" of a {type(owner).__name__}" if owner is not None else "") for entry, owner in owners
+            )
             raise ValueError(
                 f"two entries of {type(module).__name__}, {first} and {second}, have one path in saved state, "
                 f"{below + path!r}; rename one of these modules, parameters or buffers"
@@ -587,11 +578,9 @@ def telling_changes(untold: list[ChangedSetting], is_complete: bool = True) -> I
 
 def _format_changes(settings: Iterable[ChangedSetting]) -> str:
     """Return a table: ``setting  saved -> now``, and which value holds where that is not the new one."""
-    rows = [("setting", "saved", "now", "")]
-    for name, saved, given, consequence in dict.fromkeys(
-        (s.name, repr(s.saved), repr(s.given), s.consequence) for s in settings
-    ):
-        rows.append((name, saved, given, "" if consequence == _HOLDS else f"  ({consequence})"))
+    notes = {_HOLDS: ""}
+    given = ((s.name, repr(s.saved), repr(s.given), notes.get(s.consequence, f"  ({s.consequence})")) for s in settings)
+    rows = [("setting", "saved", "now", ""), *dict.fromkeys(given)]
     names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
-    lines = [f"  {name:{names}}  {saved:{values}} -> {given}{note}" for name, saved, given, note in rows]
+    lines = [f"  {name:{names}}  {saved:{values}} -> {now}{note}" for name, saved, now, note in rows]
     return "\n".join(["resumed with different settings from the saved run:", *lines])
