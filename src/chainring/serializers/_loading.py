@@ -96,7 +96,20 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
 
         comm = holders_of(state_entries(obj).values())
     if snapshot.is_local or not snapshot.exists():
-        plan = _plan_together(comm.world, path, obj, path_in_snapshot, strict)
+        plan, failure, content = None, None, None
+        try:
+            plan = _plan_foreign(path, obj, path_in_snapshot, strict)
+            content = None if plan is None or comm.world.size == 1 else plan.fingerprint()
+        except Exception as error:
+            failure = error
+        answers = comm.world.gather_object((failure and f"{type(failure).__name__}: {failure}", content))
+        if failure is not None:
+            raise failure
+        for rank, (reason, found) in enumerate(answers):
+            if reason is not None:
+                raise RankFailed(f"{path} could not be loaded by rank {rank}: {reason}")
+            if found != answers[0][1]:
+                raise ValueError(f"{path} is not the same on rank {rank} as on rank 0: give all ranks the same checkpoint")
         if plan is not None:
             report = plan.apply()
             if comm.is_main if comm.world.size > 1 else process_rank() == 0:
@@ -106,25 +119,6 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
             _load_file(path, obj, path_in_snapshot, strict, Communicator() if snapshot.is_local else comm)
             return
     load_snapshot(snapshot, obj, comm, path_in_snapshot, strict)
-
-
-def _plan_together(comm: Communicator, source: Place, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
-    """Return how a checkpoint of another library is loaded by all ranks, ``None`` if it is none for any of them."""
-    plan, failure, content = None, None, None
-    try:
-        plan = _plan_foreign(source, obj, path, strict)
-        content = None if plan is None or comm.size == 1 else plan.fingerprint()
-    except Exception as error:
-        failure = error
-    answers = comm.gather_object((failure and f"{type(failure).__name__}: {failure}", content))
-    if failure is not None:
-        raise failure
-    for rank, (reason, found) in enumerate(answers):
-        if reason is not None:
-            raise RankFailed(f"{source} could not be loaded by rank {rank}: {reason}")
-        if found != answers[0][1]:
-            raise ValueError(f"{source} is not the same on rank {rank} as on rank 0: give all ranks the same checkpoint")
-    return plan
 
 
 def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
@@ -408,9 +402,9 @@ class StoredTensors:
         rank, size = self._comm.rank, self._comm.size
         names = sorted(name for name in self.manifest.files if name.endswith(".safetensors"))
         described = []
-        for number, path in enumerate(names):
-            readers = [reader for reader in range(size) if reader * len(names) // size == number]
-            readers = readers if len(names) < size else [number * size // len(names)]
+        for index, path in enumerate(names):
+            readers = [reader for reader in range(size) if reader * len(names) // size == index]
+            readers = readers if len(names) < size else [index * size // len(names)]
             if rank not in readers:
                 continue
             file = self._source.open(path, self.manifest)
@@ -419,7 +413,12 @@ class StoredTensors:
             crcs = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
             if not self._is_verified and (len(crcs) != count or crcs[0] != zlib.crc32(header)):
                 raise CorruptError(f"{file.path} has other bytes than were written")
-            mine = _share(stored, readers.index(rank), len(readers))
+            read, mine = dict.fromkeys(readers, 0), set()
+            for number, (start, end) in sorted({entry.part: entry.span for entry in stored.values()}.items()):
+                reader = min(readers, key=read.__getitem__)  # each reads as many bytes as the others
+                read[reader] += end - start
+                if reader == rank:
+                    mine.add(number)
             for key, entry in stored.items():
                 if entry.part not in mine:
                     continue
@@ -573,17 +572,6 @@ class _Stream:
             problem = f"{part.file.path} has other bytes of {block.name!r} than were written"
             self.failure = self.failure or CorruptError(problem)
         return content.view(dtype).reshape(block.region[1])
-
-
-def _share(stored: Mapping[str, _safetensors.Stored], position: int, count: int) -> set[int]:
-    """Return the parts of a file that one of ``count`` ranks reads; each reads as many bytes as the others."""
-    read, mine = [0] * count, set()
-    for part, (start, end) in sorted({entry.part: entry.span for entry in stored.values()}.items()):
-        reader = min(range(count), key=read.__getitem__)
-        read[reader] += end - start
-        if reader == position:
-            mine.add(part)
-    return mine
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor:

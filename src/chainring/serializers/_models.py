@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ def serialize_layouts(serializer: AbstractSerializer, name: str, model: nn.Modul
         first, saved = changed[path][0], visit_optional(below, path, None)
         if saved is None or _layout_of(saved) == first:
             _replace_buffer(model, path, saved, first == _ABSENT)
-    restore_layouts(model, initial, recorded, lambda path: visit_optional(below, path, None))
+    if recorded:
+        restore_layouts(model, initial, recorded, lambda path: visit_optional(below, path, None))
 
 
 def restore_layouts(
@@ -194,34 +195,49 @@ class OptimizerState:
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save the state as it is, or restore saved state, each tensor in the dtype in which it was saved."""
-        is_saving, optimizer = isinstance(serializer, Serializer), self._optimizer
-        if is_saving:
-            self._check_state()
-        live, made = optimizer.state_dict(), [dict(group) for group in optimizer.param_groups]
-        ours = group_names(optimizer, self._model_names)
-        names = list(itertools.chain.from_iterable(ours))
+        optimizer, is_saving = self._optimizer, isinstance(serializer, Serializer)
+        parameters = _parameters(optimizer)
+        known, path = set(map(id, parameters)), f"updater/optimizer:{self._label}"
+        for key in getattr(optimizer, "state", ()) if is_saving else ():
+            if isinstance(key, Tensor) and id(key) not in known:
+                name = self._model_names.get(id(key), f"a tensor of shape {list(key.shape)}")
+                raise ValueError(
+                    f"{path}/state has state of {name}, which is in no parameter group, so that it could not be loaded "
+                    "again: remove it by optimizer.state.pop(tensor), or give its parameter to add_param_group"
+                )
+            if isinstance(key, int):
+                raise ValueError(
+                    f"{path}/state has the key {key!r}, which PyTorch takes for the number of a parameter; use a str"
+                )
+        live, members = optimizer.state_dict(), group_names(optimizer, self._model_names)
+        names = list(itertools.chain.from_iterable(members))
         named = {names[key]: entries for key, entries in live["state"].items() if type(key) is int}
         other = {key: entries for key, entries in live["state"].items() if type(key) is not int}
-        groups = [{**group, "params": members} for group, members in zip(live["param_groups"], ours, strict=True)]
+        groups = [{**group, "params": params} for group, params in zip(live["param_groups"], members, strict=True)]
         for group in groups:
             group.pop("param_names", None)  # torch's own names follow the order at hand
         extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
-        state = visit_like(serializer, "state", named, dict(zip(names, _parameters(optimizer), strict=True)))
+        state = visit_like(serializer, "state", named, dict(zip(names, parameters, strict=True)))
         groups = serializer("param_groups", groups)
         extra = serializer("extra", extra)
         constructed = serializer("constructed", self._constructed)
-        if is_saving:
-            if other:
-                serializer("other_state", other)
-            if self._groups is not None and ours != self._groups:
-                self._check_groups()
-                serializer("initial_groups", self._groups)
+        if not is_saving:
+            self._restore(serializer, state, groups, extra, constructed)
             return
-        other = visit_optional(serializer, "other_state", None) or {}
-        theirs = [group["params"] for group in groups]
+        if other:
+            serializer("other_state", other)
+        if self._groups is not None and members != self._groups:
+            self._check_groups()
+            serializer("initial_groups", self._groups)
+
+    def _restore(self, serializer: AbstractSerializer, state: Any, groups: Any, extra: Any, constructed: Any) -> None:
+        """Load what was saved under these keys, and apply what the script now constructs otherwise than that run's."""
+        optimizer, made = self._optimizer, [dict(group) for group in self._optimizer.param_groups]
+        ours, theirs = group_names(optimizer, self._model_names), [group["params"] for group in groups]
+        names = itertools.chain.from_iterable(ours)
         if list(map(sorted, ours)) != list(map(sorted, theirs)):
             self._regroup(theirs, ours, visit_optional(serializer, "initial_groups", None) or theirs)
-            names = list(itertools.chain.from_iterable(theirs))
+            names = itertools.chain.from_iterable(theirs)
         parameters = dict(zip(names, enumerate(_parameters(optimizer)), strict=True))
         by_position: dict[Any, Any] = {}
         for name, entries in state.items():
@@ -233,26 +249,16 @@ class OptimizerState:
         ends = list(itertools.accumulate(map(len, theirs), initial=0))
         numbers = map(range, ends, ends[1:])  # and not lists, in which PyTorch would look for each parameter
         groups = [{**group, "params": positions} for group, positions in zip(groups, numbers, strict=True)]
-        load_optimizer(optimizer, {**by_position, **other}, groups, extra, made)
-        self._apply_changes(constructed, made)
-
-    def _check_state(self) -> None:
-        """Refuse to save state of what is not a parameter, unless its key is a name of the optimizer's own."""
-        path = f"updater/optimizer:{self._label}"
-        known = set(map(id, _parameters(self._optimizer)))
-        for key in getattr(self._optimizer, "state", ()):
-            if id(key) in known:
-                continue
-            if isinstance(key, Tensor):
-                name = self._model_names.get(id(key), f"a tensor of shape {list(key.shape)}")
-                raise ValueError(
-                    f"{path}/state has state of {name}, which is in no parameter group, so that it could not be loaded "
-                    "again: remove it by optimizer.state.pop(tensor), or give its parameter to add_param_group"
-                )
-            if isinstance(key, int):
-                raise ValueError(
-                    f"{path}/state has the key {key!r}, which PyTorch takes for the number of a parameter; use a str"
-                )
+        by_position |= visit_optional(serializer, "other_state", None) or {}
+        load_optimizer(optimizer, by_position, groups, extra, made)
+        for index, (settings, before) in enumerate(zip(self._constructed or (), constructed or (), strict=False)):
+            group = optimizer.param_groups[index]
+            for key, value in settings.items():
+                if key in before and before[key] != value:
+                    group[key] = _filled(made[index].get(key), value)
+                    if key == "lr" and "initial_lr" in group:
+                        group["initial_lr"] = _filled(group["initial_lr"], value)
+                    announce_change(f"{key} of optimizer {self._label!r}, group {index}", before[key], value)
 
     def _check_groups(self) -> None:
         """Refuse to save changed groups that have parameters of no model, by whose names they could be made again."""
@@ -290,17 +296,6 @@ class OptimizerState:
                 groups[index].update({"params": members, **({"param_names": dotted} if is_named else {})})
             else:
                 self._optimizer.add_param_group({"params": list(zip(dotted, members, strict=True)) if is_named else members})
-
-    def _apply_changes(self, saved: list[Any] | None, made: list[dict[str, Any]]) -> None:
-        """Apply the hyperparameters that the script now constructs otherwise than the script of the saved run."""
-        for index, (settings, before) in enumerate(zip(self._constructed or (), saved or (), strict=False)):
-            group = self._optimizer.param_groups[index]
-            for key, value in settings.items():
-                if key in before and before[key] != value:
-                    group[key] = _filled(made[index].get(key), value)
-                    if key == "lr" and "initial_lr" in group:
-                        group["initial_lr"] = _filled(group["initial_lr"], value)
-                    announce_change(f"{key} of optimizer {self._label!r}, group {index}", before[key], value)
 
 
 def load_optimizer(
@@ -371,8 +366,8 @@ def _with_dtypes(loaded: Any, saved: Any) -> Any:
     return saved if isinstance(saved, str) else loaded
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:

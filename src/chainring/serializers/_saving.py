@@ -41,6 +41,7 @@ from chainring.serializers.protocol import (
 if TYPE_CHECKING:
     from chainring._distributed.gathering import Load
 
+_PART = 8 << 20  # bytes that are copied at once
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ class BackgroundWriter:
         """Do as `wait` does, and start a call, which begins when those under way in ``after`` have ended."""
         self.wait()
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="chainring-snapshot")
-        earlier = _running(after)
+        earlier = [other._running for other in after if other._running is not None]
 
         def begin() -> None:
             futures.wait(earlier)
@@ -147,7 +148,7 @@ class BackgroundWriter:
     @staticmethod
     def wait_for(others: Iterable[BackgroundWriter]) -> None:
         """Wait until the current call of another writer has ended; that writer raises its error, if it has failed."""
-        futures.wait(_running(others))
+        futures.wait([other._running for other in others if other._running is not None])
 
     def wait(self) -> None:
         """Wait until nothing is running; what the last call has raised is raised here, once."""
@@ -166,13 +167,6 @@ class BackgroundWriter:
         finally:
             if thread is not None:
                 thread.shutdown()
-
-
-def _running(others: Iterable[BackgroundWriter]) -> list[Future[None]]:
-    return [other._running for other in others if other._running is not None]
-
-
-_PART = 8 << 20  # bytes that are copied at once
 
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:

@@ -334,13 +334,14 @@ def decode(text: bytes, tensors: Mapping[str, Tensor | StoredTensor]) -> dict[st
         raise ValueError('state must be a JSON object of "format" and "state"; this is not a state file of a snapshot')
     if type(document["format"]) is not int or document["format"] != FORMAT:
         raise ValueError(f"state has format {document['format']!r}, this version reads {FORMAT}: load it with a newer one")
-    return decode_values(document["state"], tensors)
+    decoder = _Decoder(tensors, None)
+    return {path: decoder.value(path, value, 0) for path, value in document["state"].items()}
 
 
-def decode_values(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor | StoredTensor], arrays: Mapping[str, Array] | None = None
+def decode_arrays(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor | StoredTensor], arrays: Mapping[str, Array]
 ) -> dict[str, Any]:
-    """Return the state that `encode` was given, with arrays out of ``arrays`` where they were kept as such."""
+    """Return the state that `encode` was given, with the arrays that were kept as such."""
     decoder = _Decoder(tensors, arrays)
     return {path: decoder.value(path, value, 0) for path, value in values.items()}
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from chainring._files import atomic_write, parse_strict
 from chainring._naming import unwrap
-from chainring.serializers._values import Array, as_array, decode_values, encode, find_dtypes, require_dtype
+from chainring.serializers._values import Array, as_array, decode_arrays, encode, find_dtypes, require_dtype
 from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, is_module, state_entries
 
 _JSON = "chainring.json"
@@ -332,7 +332,7 @@ def _read(archive: zipfile.ZipFile, names: Sequence[str], prefix: str, label: st
         tensors = {name: _to_tensor(array, descriptions.get(name, {})) for name, array in arrays.items()}
         state = {name: value for name, value in (found | tensors).items() if name not in parts and name not in values}
         untyped = frozenset(name for name in state if name in arrays and name not in descriptions)
-        return state | decode_values(values, tensors, arrays), untyped
+        return state | decode_arrays(values, tensors, arrays), untyped
     except _DAMAGED as error:
         raise _damaged(label, f"its {_JSON} is not as save_npz writes it", error) from error
 
