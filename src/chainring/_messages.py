@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -37,6 +37,12 @@ def showable(text: str, out: Any) -> str:
     if text.isascii() or not isinstance(encoding, str):
         return text
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def list_names(names: Collection[str], most: int, between: str = ", ") -> str:
+    """Return the first names as text, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", " if more else between).join(list(names)[:most]) + more
 
 
 def _bars() -> Any:

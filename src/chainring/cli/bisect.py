@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from chainring._files import to_json
+from chainring._messages import list_names
 from chainring._runs.conditions import Condition, Evidence, collect
 from chainring.cli._common import add_command, print_json, printable
 from chainring.cli.replay import (
@@ -156,13 +157,12 @@ def _lines(answer: Mapping[str, Any], replayed: Mapping[str, Any] | None, condit
         yield "All parameters are finite"
     else:
         names, iteration = not_finite["parameters"], not_finite["iteration"]
-        more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
         were = (
             f"were first not finite after iteration {iteration}"
             if not_finite["is_first"]
             else f"were not finite in the state of iteration {iteration} already"
         )
-        yield f"Parameters {were}: {', '.join(map(printable, names[:_MOST_SHOWN]))}{more}"
+        yield f"Parameters {were}: {list_names(list(map(printable, names)), _MOST_SHOWN)}"
         if replayed["may_go_back"]:
             yield "FailOnNonNumber then goes back to a snapshot, if there is one, and skips this step or ends the run"
     if count := answer["assumed"]:

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chainring._messages import list_names
 from chainring._places.base import StoredFile
 from chainring._runs.finished import describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._safetensors import read_entries, verify_file
-from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot, list_names
+from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60
@@ -93,7 +94,7 @@ def _inspect(options: argparse.Namespace) -> None:
     if about["versions"]:
         print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
     if others:
-        print(f"also there: {printable(list_names([other.name for other in others]))}")
+        print(f"also there: {printable(list_names([other.name for other in others], 3))}")
     for note, text in about["notes"].items():
         print(f"{printable(note)}: {printable(text)}")
     _print_table(about["tensors"], about["bytes"])

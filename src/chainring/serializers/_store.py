@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import Sink, is_regular, is_url, parse_strict, write_error
+from chainring._messages import list_names
 from chainring._places import base, open_place
 from chainring._places.base import MANIFEST, STAMP, StoredFile, check_name, digest_of
 
@@ -511,7 +512,9 @@ def _explain_on_disk(path: Path) -> Exception:
     elif (path / _RECORD).exists():
         content = f"it {_NO_SNAPSHOT}"
     else:
-        content = f"neither has a {MANIFEST}" + (f". There are runs in it: give {list_names(runs, ' or ')}" if runs else "")
+        content = f"neither has a {MANIFEST}" + (
+            f". There are runs in it: give {list_names(runs, _MAX_NAMES, ' or ')}" if runs else ""
+        )
     return FileNotFoundError(f"{path} is not a snapshot and holds none: {content}")
 
 
@@ -532,14 +535,8 @@ def _explain_in_store(url: str) -> Exception:
 
 
 def _explain_nothing(given: str, above: str, names: Sequence[str]) -> Exception:
-    return FileNotFoundError(f"there is no {given}" + (f"; {above} has {list_names(names)}" if names else ""))
+    return FileNotFoundError(f"there is no {given}" + (f"; {above} has {list_names(names, _MAX_NAMES)}" if names else ""))
 
 
 def _snapshots_in(directory: Path) -> list[str]:
     return open_store(directory).names() if directory.is_dir() else []
-
-
-def list_names(names: Sequence[str], between: str = ", ") -> str:
-    """Return the first names as text, and the number of the others."""
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return (", " if more else between).join(names[:_MAX_NAMES]) + more

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import from_json, is_temporary
+from chainring._messages import list_names
 from chainring._places.base import MANIFEST
 from chainring._runs.comparison import Difference, Trace, describe_difference, differences
 from chainring.serializers._loading import read_state
@@ -438,8 +439,7 @@ def _left_out_lines(repetition: Repetition, files: list[str]) -> list[str]:
     left_out = [*sorted(repetition.keys), *sorted(repetition.paths), *sorted(files)]
     if not left_out:
         return []
-    more = f" and {len(left_out) - _MAX_LINES} more" if len(left_out) > _MAX_LINES else ""
-    return [f"Not compared, because two starts of the program differ in: {', '.join(left_out[:_MAX_LINES])}{more}"]
+    return [f"Not compared, because two starts of the program differ in: {list_names(left_out, _MAX_LINES)}"]
 
 
 def _text(difference: Difference) -> str:

@@ -21,7 +21,7 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_tensor_parallel
 from chainring._hints import find_hint
-from chainring._messages import info, warn
+from chainring._messages import info, list_names, warn
 from chainring._naming import named_submodules
 from chainring._progress import Trainer
 from chainring.iterators.base import share_among_ranks
@@ -39,7 +39,7 @@ from chainring.serializers.protocol import (
     visit_setting,
 )
 from chainring.training._entry import Entry, Identity, RollBack
-from chainring.training._run_directory import RECORD, RunDirectory, list_names, read_record, write_record
+from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training._settings import check_agreement, check_generators, check_out
 from chainring.training.triggers.base import IntervalTrigger, describe_setting
 
@@ -202,7 +202,7 @@ class Run:
         if not loaded.exists:
             if written:
                 archive = directory.move(list(written), "previous")
-                info(f"{store} holds an earlier run: {list_names(list(written))} moved to {archive}")
+                info(f"{store} holds an earlier run: {list_names(written, 6)} moved to {archive}")
             write_record(trainer, {}, names, loaded.changes)
             return
         if loaded.directory is not None and loaded.place not in (None, store.place):

@@ -23,7 +23,7 @@ from chainring._files import (
     set_aside,
     temporary_path,
 )
-from chainring._messages import warn
+from chainring._messages import list_names, warn
 from chainring._progress import Trainer
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import announce_change
@@ -95,7 +95,7 @@ class RunDirectory:
         links = [name for name, target in self._store.links().items() if name in written and target in later]
         later = list(dict.fromkeys([*links, *later]))
         files = [name for name in written if (self.path / name).is_file() and name not in later]
-        return f"{list_names(later)} moved to {self.move(later, 'abandoned', copies=files)}"
+        return f"{list_names(later, _MAX_SHOWN)} moved to {self.move(later, 'abandoned', copies=files)}"
 
     def find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return what runs have written: iterations by name, infinite for damaged snapshots, ``None`` for other files."""
@@ -187,11 +187,6 @@ class NamePattern:
             return None
         digits = ends[len(name)]
         return NameMatch(None if digits is None else int(digits))
-
-
-def list_names(names: list[str]) -> str:
-    """Return the first of some names, and how many more there are, as text."""
-    return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
 
 
 def read_record(directory: Path, *, moves_damaged: bool = False) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chainring._messages import list_names
 from chainring._naming import unwrap
 from chainring.serializers._values import copy_value, is_same_value
 from chainring.serializers.foreign import directories, distributed, files
@@ -73,8 +74,7 @@ class ForeignPlan:
             self._plan_schedulers()
             self._plan_counts()
         if left := saved.left:
-            more = f" and {len(left) - 12} more" if len(left) > 12 else ""
-            self._report.append(f"not loaded: {', '.join(left[:12])}{more}")
+            self._report.append(f"not loaded: {list_names(left, 12)}")
 
     def fingerprint(self) -> int:
         """Return a checksum of all that is taken of the checkpoint."""

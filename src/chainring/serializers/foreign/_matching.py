@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import is_sharded, shard_like
+from chainring._messages import list_names
 from chainring._naming import name_cleaner
 from chainring.serializers._models import load_optimizer
 from chainring.serializers._values import copy_value, find_aliases, is_same_value
@@ -74,7 +75,7 @@ def _plan_model(
     if prefix:
         below = {name: name.removeprefix(f"{prefix}.") for name in saved if name.startswith(f"{prefix}.")}
         if not below:
-            raise ValueError(f"{path} has nothing under {prefix!r}; it has {_shown(saved)}")
+            raise ValueError(f"{path} has nothing under {prefix!r}; it has {list_names(saved, _SHOWN)}")
     names, words = _match(below, list(live), tied)
     found = {own_name: saved[name] for name, own_name in names.items()}
     for name in live.keys() - found.keys():  # a tied one is written under one of its names
@@ -82,8 +83,8 @@ def _plan_model(
         if written is not None:
             found[name] = found[written]
     missing, unexpected = [n for n in live if n not in found], [n for n in found if n not in live]
-    wrong = [f"missing: {_shown(missing)}"] if missing and strict else []
-    wrong += [f"unexpected: {_shown(unexpected)}"] if unexpected and strict else []
+    wrong = [f"missing: {list_names(missing, _SHOWN)}"] if missing and strict else []
+    wrong += [f"unexpected: {list_names(unexpected, _SHOWN)}"] if unexpected and strict else []
     for name, value in values.items():
         if name in found and (reason := _misfit(found[name], value)):
             wrong.append(f"{name}: {reason}")
@@ -95,11 +96,11 @@ def _plan_model(
         )
     report = [f"model {label!r}: {len(found.keys() & live.keys())} of {len(live)} parameters and buffers{words}"]
     if aside := [name for name in saved if name not in names]:
-        report.append(f"not loaded: {_shown(aside)}")
+        report.append(f"not loaded: {list_names(aside, _SHOWN)}")
     if missing:
-        report.append(f"missing: {_shown(missing)}")
+        report.append(f"missing: {list_names(missing, _SHOWN)}")
     if unexpected:
-        report.append(f"not loaded: {_shown(unexpected)}")
+        report.append(f"not loaded: {list_names(unexpected, _SHOWN)}")
     pairs = [(found[name], value) for name, value in values.items() if isinstance(found.get(name), Tensor)]
     if less := {f"{a.dtype} to {b.dtype}" for a, b in pairs if isinstance(b, Tensor) and b.itemsize < a.itemsize}:
         report.append(f"rounded: {', '.join(sorted(less)).replace('torch.', '')}")
@@ -168,11 +169,6 @@ def _kind(tensor: Tensor) -> str:
     if tensor.dtype is torch.bool:
         return "bool"
     return "complex" if tensor.is_complex() else "float" if tensor.is_floating_point() else "integer"
-
-
-def _shown(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
 
 def plan_optimizer(
