@@ -69,12 +69,7 @@ def user_place() -> Place | None:
 
 
 def warn(text: str, place: Place | None = None) -> None:
-    """Warn, with a line of the user's as the place: that of the call, or where the extension that is at work was extended.
-
-    Args:
-        text: the warning.
-        place: another place, such as where an object was constructed.
-    """
+    """Warn at a place, by default that of the call in the user's code, or where the extension at work was extended."""
     caller, extension = _find_places()
     place = place or extension or caller or Place("sys", 1, "sys")
     registry = getattr(sys.modules.get(place.module), "__dict__", {}).setdefault("__warningregistry__", {})
@@ -95,18 +90,13 @@ def _find_places() -> tuple[Place | None, Place | None]:
 
 
 class OneTimeWarning:
-    """A warning that is given once in a run, however often the run is resumed; it points to where this is constructed.
-
-    Attributes:
-        was_given: True if it has been given.
-    """
+    """A warning that is given once in a run, however often the run is resumed; it points to where this is constructed."""
 
     def __init__(self) -> None:
         self.was_given = False
         self._place = user_place()
 
     def give(self, text: str) -> None:
-        """Warn, unless this was done before."""
         if not self.was_given:
             self.was_given = True
             warn(text, self._place)

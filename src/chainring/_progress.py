@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from numbers import Rational
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, TypeAlias
 
 Trainer: TypeAlias = Any
@@ -18,12 +18,7 @@ UNITS = ("iteration", "epoch")
 
 
 def check_epoch_period(updater: Any, period: Fraction) -> None:
-    """Refuse a period in epochs if the updater cannot tell its progress through an epoch.
-
-    Raises:
-        ValueError: the updater has no main iterator and counts no epochs itself; or the period is a fraction of an
-            epoch whose length is unknown.
-    """
+    """Refuse a period in epochs if the updater cannot tell its progress through an epoch."""
     if not getattr(updater, "counts_epochs", True):
         raise ValueError(
             f'a period in "epoch" needs an updater that counts epochs; {type(updater).__name__} has no iterator "main". '
@@ -55,17 +50,16 @@ def raise_unless_end(updater: Any, error: StopIteration) -> None:
     """Raise an error if a ``StopIteration`` that has left an update does not say that the data have ended.
 
     It does if an iterator of the updater has raised it, or, where an updater has none that is a class of Python's, if one
-    of its own methods has raised it or called the ``next`` that did.
-
-    Raises:
-        RuntimeError: anything else has raised it: a loss, a converter, other code of an update.
+    of its own methods has raised it or called the ``next`` that did. A loss or a converter may have raised it too.
     """
     frames, traceback = [], error.__traceback__
     while traceback is not None:
         frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
     iterators = list(updater.get_all_iterators().values()) if hasattr(updater, "get_all_iterators") else []
-    owners = [_owner(frame) for frame, _ in frames]
+    # The first argument of each function that was running, of a method its object.
+    codes = [(frame.f_locals, frame.f_code) for frame, _ in frames]
+    owners = [names.get(code.co_varnames[0]) if code.co_argcount else None for names, code in codes]
     if any(owner is iterator for owner in owners for iterator in iterators):
         return
     if not iterators or not all(
@@ -83,19 +77,8 @@ def raise_unless_end(updater: Any, error: StopIteration) -> None:
     ) from error
 
 
-def _owner(frame: FrameType) -> Any:
-    """Return the first argument of a function that is running, of a method its object."""
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-
-
 def to_fraction(value: float | Rational) -> Fraction:
-    """Return the simplest fraction that rounds to ``value``: ``0.1`` is 1/10, ``5 / 6`` is five sixths.
-
-    Raises:
-        ValueError: ``value`` is NaN or infinite.
-        TypeError: ``value`` is not a real number.
-    """
+    """Return the simplest fraction that rounds to a real number: ``0.1`` is 1/10, ``5 / 6`` is five sixths."""
     if isinstance(value, Rational):
         return Fraction(int(value.numerator), int(value.denominator))
     if not hasattr(value, "__float__"):
