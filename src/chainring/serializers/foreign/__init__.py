@@ -1,7 +1,7 @@
 """Checkpoints of other libraries, each format recognised by what is in it; `plan_loading` is the door to all of them.
 
-First all is checked, then all is changed. Nothing is unpickled but by torch's reader of weights alone, and the metadata in
-`distributed` by a reader of its own.
+First all is checked, then all is changed. Nothing is unpickled but by torch's reader of weights alone, and the metadata
+of ``torch.distributed.checkpoint`` by a reader of its own.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from typing import Any
 from chainring._messages import list_names
 from chainring._naming import unwrap
 from chainring.serializers._values import copy_value, is_same_value
-from chainring.serializers.foreign import directories, distributed, files
+from chainring.serializers.foreign import directories, files
 from chainring.serializers.foreign._matching import ModelPlan, plan_models, plan_optimizer
 from chainring.serializers.foreign.content import ForeignCheckpoint, checksum
 from chainring.serializers.protocol import DictionaryDeserializer, capture, has_state, is_module
 
 __all__ = ["ForeignPlan", "plan_loading"]
 
-_OF_DIRECTORIES = (distributed.read, directories.read_accelerate, directories.read_hugging_face)
 _ITERATOR = "updater/iterator:main/"
 _COUNTS = {"last_epoch", "last_lr", "num_bad_epochs", "best", "cooldown_counter"}  # of a scheduler, and no settings
 
 
 def plan_loading(path: Path, obj: Any, path_in_snapshot: str, strict: bool) -> ForeignPlan | None:
     """Return how what another library has saved is loaded into a model or a trainer; ``None`` for what is not recognised."""
-    readers = _OF_DIRECTORIES if path.is_dir() else (files.read,)
-    saved = next((saved for read in readers if (saved := read(path)) is not None), None)
+    saved = directories.read(path) if path.is_dir() else files.read(path)
     return None if saved is None else ForeignPlan(path, saved, obj, path_in_snapshot, strict)
 
 
