@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,6 @@ from numpy.typing import NDArray
 from chainring._checks import is_number
 from chainring._runs.finished import RowReader
 from chainring.writers.base import COUNTERS
-
-if TYPE_CHECKING:
-    from chainring.html_report._run import Series
 
 MAX_ROWS = 4_000  # that are kept as they were written, the last of a log
 MAX_POINTS = 12_000  # of a page of one run: with their positions on the three axes, some 600 kB in the worst case
@@ -46,7 +43,7 @@ class Log:
     columns: dict[str, Column]  # by key, those with a number
     rows: list[dict[str, Any]]  # the last; NaN and infinities as floats
     unreadable: int = 0  # the number of complete lines that are not rows
-    media: list[Series] = field(default_factory=list)
+    media: list[Any] = field(default_factory=list)
 
 
 class LogFile:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 from traceback import walk_tb
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
 from chainring.iterators._workers import exit_with_parent
 from chainring.iterators.base import Batch, make_batch, not_the_end
 from chainring.serializers.protocol import has_state
-
-if TYPE_CHECKING:
-    from chainring.iterators.loader import LoaderIterator
 
 _SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
 
@@ -244,7 +241,7 @@ class Passes:
     after each pass.
     """
 
-    def __init__(self, source: Source, owner: LoaderIterator) -> None:
+    def __init__(self, source: Source, owner: Any) -> None:  # a LoaderIterator
         self._source, self._owner = source, owner
         self._state_lacks = "the last batch of a rank whose share has ended" if owner.per_rank else None
         if self._state_lacks is None and has_state(source.loader):

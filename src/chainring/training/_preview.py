@@ -6,7 +6,7 @@ import copy
 import difflib
 import tempfile
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from types import SimpleNamespace
@@ -173,7 +173,11 @@ def _find_unknown_keys(trainer: Trainer, reported: set[str]) -> str | None:
     for entry in trainer.entries:
         reported.update(keys_of(entry.extension, "reported_keys"))
     known = sorted(filter(lambda key: isinstance(key, str), reported))
-    unknown = [(watcher, key) for watcher, keys in _watched(trainer) for key in keys if key not in reported]
+    watched = [(f"stop trigger {describe(trainer.stop_trigger)}", keys_of(trainer.stop_trigger))]
+    for entry in trainer.entries:
+        watched.append((f"extension {entry.name!r}", keys_of(entry.extension)))
+        watched.append((f"trigger {describe(entry.trigger)} of extension {entry.name!r}", keys_of(entry.trigger)))
+    unknown = [(watcher, key) for watcher, keys in watched for key in keys if key not in reported]
     if not unknown:
         return None
     shown = ""
@@ -185,13 +189,6 @@ def _find_unknown_keys(trainer: Trainer, reported: set[str]) -> str | None:
         "Correct the key, or add the extension that reports it. If a key is only reported later, name it in the extension "
         'or updater that reports it: its attribute reported_keys = ("key",)'
     )
-
-
-def _watched(trainer: Trainer) -> Iterator[tuple[str, list[str]]]:
-    yield f"stop trigger {describe(trainer.stop_trigger)}", keys_of(trainer.stop_trigger)
-    for entry in trainer.entries:
-        yield f"extension {entry.name!r}", keys_of(entry.extension)
-        yield f"trigger {describe(entry.trigger)} of extension {entry.name!r}", keys_of(entry.trigger)
 
 
 def _iterate(trainer: Trainer, calls_extensions: bool) -> None:

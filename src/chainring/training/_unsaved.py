@@ -153,13 +153,7 @@ def _has_changed(before: str | None, between: str | None, after: str) -> bool:
 
 
 def unsaved(paths: Iterable[str], expected: Attributes, found: Attributes) -> dict[str, str]:
-    """Return by the path of an attribute how what is found there differs from what loading should have put there.
-
-    Args:
-        paths: of what has changed.
-        expected: what loading puts there if it is state.
-        found: what is there after loading.
-    """
+    """Return by path, of those that have changed, how what is found after loading differs from what state would be."""
     differing: dict[str, str] = {}
     for path in paths:
         if expected.get(path) != found.get(path):
