@@ -9,8 +9,10 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from chainring._files import to_json
 
 
 def printable(text: object) -> str:
@@ -43,9 +45,10 @@ def add_command(
     return parser
 
 
-def print_json(facts: Any) -> None:
-    """Print plain values as one JSON object without NaN, which not every reader takes."""
-    print(json.dumps(facts, indent=1, allow_nan=False))
+def show(options: argparse.Namespace, facts: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Print lines, or with ``--json`` the facts, without NaN, which not every reader takes."""
+    for line in [json.dumps(to_json(facts), indent=1, allow_nan=False)] if options.json else lines:
+        print(line)
 
 
 @contextlib.contextmanager

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chainring._files import to_json
 from chainring._messages import list_names
 from chainring._runs.conditions import Condition, Evidence, collect
-from chainring.cli._common import add_command, print_json, printable
+from chainring.cli._common import add_command, printable, show
 from chainring.cli.replay import (
     RecordedRun,
     add_run,
@@ -86,10 +85,7 @@ def run(options: argparse.Namespace) -> int:
             near = difflib.get_close_matches(key, seen, 1) or seen[:5]
             raise NoReplay(f"nothing has reported {key!r}; reported: {', '.join(near) or 'nothing'}")
     answer = _answer(options, recorded, evidence, replayed, last)
-    if options.json:
-        print_json(to_json(answer))
-    else:
-        print(*_lines(answer, replayed, condition), sep="\n")
+    show(options, answer, _lines(answer, replayed, condition))
     return 0 if answer["found"] else 1
 
 

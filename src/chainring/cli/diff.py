@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring._files import to_json
 from chainring._runs.comparison import CAUSES, Comparison, Difference, compare_runs, first_difference
 from chainring._runs.finished import FinishedRun
-from chainring.cli._common import add_command, print_json, printable
+from chainring.cli._common import add_command, printable, show
 from chainring.cli.replay import RecordedRun
 from chainring.serializers._store import CorruptError
 from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart
@@ -65,10 +64,7 @@ def run(options: argparse.Namespace) -> int:
             replayed = _replay_both(options.script, comparison, runs)
             if replayed.first is not None and (comparison.first is None or not comparison.first.is_exact):
                 comparison.differences.append(replayed.first)
-        if options.json:
-            print_json(to_json(_facts(comparison, replayed)))
-        else:
-            print(*map(printable, _lines(comparison, replayed, runs)), sep="\n")
+        show(options, _facts(comparison, replayed), map(printable, _lines(comparison, replayed, runs)))
     except (CorruptError, RecursionError) as error:
         raise ValueError(str(error)) from error  # 1 is the answer that they differ
     except (OSError, ValueError):

@@ -19,7 +19,7 @@ from torch import Tensor
 from chainring._files import flush, is_url, temporary_path
 from chainring._places.base import StoredFile
 from chainring._runs.finished import describe_file, is_file, locate
-from chainring.cli._common import add_command, print_json, printable
+from chainring.cli._common import add_command, printable, show
 from chainring.serializers._loading import model_prefix, opened_state
 from chainring.serializers._saving import replacing, save_tensors
 from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file
@@ -75,16 +75,14 @@ def run(options: argparse.Namespace) -> None:
     if not is_url(target):
         Path(target).parent.mkdir(parents=True, exist_ok=True)
     _write(target, form, tensors)
-    if options.json:
-        files = sorted(Path(target).iterdir()) if os.path.isdir(target) else [target]
-        facts = {"file": target, "format": form, "bytes": sum(open_file(file).size for file in files)}
-        facts |= {"directory": saved.path, "model": model}
-        print_json({**facts, "tensors": sorted(tensors), "left_out": left_out})
-        return
+    files = sorted(Path(target).iterdir()) if os.path.isdir(target) else [target]
+    facts = {"file": target, "format": form, "bytes": sum(open_file(file).size for file in files)}
+    facts |= {"directory": saved.path, "model": model, "tensors": sorted(tensors), "left_out": left_out}
+    lines = [f"{target}: {len(tensors)} tensors of {saved}"]
     if left_out:
-        taken = f"{saved} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
-        print(printable(taken))
-    print(printable(f"{target}: {len(tensors)} tensors of {saved}"))
+        text = f"{saved} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
+        lines.insert(0, text)
+    show(options, facts, map(printable, lines))
 
 
 def _read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Any]]:

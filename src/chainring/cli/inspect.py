@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from chainring._messages import list_names
 from chainring._places.base import StoredFile
 from chainring._runs.finished import describe_file, describe_foreign_file, is_model, locate
-from chainring.cli._common import add_command, print_json, printable
+from chainring.cli._common import add_command, printable, show
 from chainring.serializers._safetensors import read_entries, verify_file
 from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
 
@@ -66,11 +66,8 @@ def _inspect(options: argparse.Namespace) -> None:
         if not is_model(located):
             raise FileNotFoundError(f"{located.path} is {describe_file(located)}")
         tensors = _tensors_of(located)
-        if options.json:
-            print_json({"file": located.path, "bytes": located.size, "tensors": tensors})
-        else:
-            print(f"{printable(located.path)}: the file of a model")
-            _print_table(tensors, located.size)
+        lines = [f"{printable(located.path)}: the file of a model", *_table(tensors, located.size)]
+        show(options, {"file": located.path, "bytes": located.size, "tensors": tensors}, lines)
         return
     saved, *others = located
     manifest = saved.verify(content=False)
@@ -86,22 +83,18 @@ def _inspect(options: argparse.Namespace) -> None:
         "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
         "tensors": [tensor for file in files for tensor in _tensors_of(file)],
     }
-    if options.json:
-        print_json(about)
-        return
-    epoch = f", epoch {printable(about['epoch'])}" if about["epoch"] else ""
-    print(f"{printable(saved.path)}: iteration {about['iteration']}{epoch}")
+    epoch = f", epoch {about['epoch']}" if about["epoch"] else ""
+    lines = [f"{saved.path}: iteration {about['iteration']}{epoch}"]
     if about["versions"]:
-        print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
+        lines.append("written with " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     if others:
-        print(f"also there: {printable(list_names([other.name for other in others], 3))}")
-    for note, text in about["notes"].items():
-        print(f"{printable(note)}: {printable(text)}")
-    _print_table(about["tensors"], about["bytes"])
+        lines.append(f"also there: {list_names([other.name for other in others], 3)}")
+    lines += [f"{note}: {text}" for note, text in about["notes"].items()]
+    show(options, about, [*map(printable, lines), *_table(about["tensors"], about["bytes"])])
 
 
-def _print_table(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
-    """Print a line for each tensor, on a terminal no wider than that: the middle of a long name is left out."""
+def _table(tensors: Sequence[Mapping[str, Any]], size: int) -> Iterator[str]:
+    """Yield a line for each tensor, on a terminal no wider than that: the middle of a long name is left out."""
     rows = [
         (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}") for t in tensors
     ]
@@ -112,8 +105,8 @@ def _print_table(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
         if len(name) > widths[0]:  # its beginning names the owner, its end the tensor
             start = (widths[0] - 3) // 2
             name = f"{name[:start]}...{name[len(name) - (widths[0] - 3 - start) :]}"
-        print(f"  {name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}")
-    print(f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes")
+        yield f"  {name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
+    yield f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes"
 
 
 def _tensors_of(file: StoredFile) -> list[dict[str, Any]]:
@@ -139,12 +132,8 @@ def _verify(options: argparse.Namespace) -> None:
             sound = None if isinstance(error, NewerFormat) else False
             checked.append({"path": saved.path, "sound": sound, "error": str(error)})
             errors.append(error)
-    if options.json:
-        print_json({"sound": not errors, "checked": checked})
-    else:
-        for facts in checked:
-            if facts["sound"]:
-                print(f"{printable(facts['path'])} {_verdict(facts)}")
+    lines = (f"{printable(facts['path'])} {_verdict(facts)}" for facts in checked if facts["sound"])
+    show(options, {"sound": not errors, "checked": checked}, lines)
     if errors:
         error_class = NewerFormat if all(isinstance(error, NewerFormat) for error in errors) else CorruptError
         raise error_class("\n".join(map(printable, errors)))

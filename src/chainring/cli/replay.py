@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chainring._files import is_url, to_json
+from chainring._files import is_url
 from chainring._runs.finished import FinishedRun, start_in_force
-from chainring.cli._common import add_command, ended_by_sigterm, print_json, printable
+from chainring.cli._common import add_command, ended_by_sigterm, printable, show
 from chainring.testing._replay_process import replay_script
 from chainring.testing.replay import NoReplay
 from chainring.training._run_directory import read_record
@@ -102,22 +102,17 @@ def _replay(options: argparse.Namespace) -> int:
     if differs and save is not None:
         shutil.rmtree(save)
         save = None
-    if options.json:
-        comparison = replayed["comparison"]
-        print_json(to_json({
-            "run": options.run_directory, "iteration": options.to, "from": replayed["origin"]["snapshot"],
-            "replayed": options.to - replayed["origin"]["iteration"], "same": replayed["same"],
-            "difference": replayed["difference"], "differs_at": comparison and comparison["iteration"],
-            "observation": replayed["observation"], "digest": replayed["digest"], "saved": save,
-            "notes": replayed["notes"],
-        }))  # fmt: skip
-    else:
-        print(f"iteration {options.to}, replayed {describe_replay(replayed)}", *replayed["notes"], sep="\n")
-        for key, value in replayed["observation"].items():
-            print(f"  {printable(key)}: {value!r}")
-        print(f"  state: {replayed['digest']}")
-        if save is not None:
-            print(f"saved in {printable(save)}")
+    comparison, notes, observation = (replayed[name] for name in ("comparison", "notes", "observation"))
+    facts = {
+        "run": options.run_directory, "iteration": options.to, "from": replayed["origin"]["snapshot"],
+        "replayed": options.to - replayed["origin"]["iteration"], "same": replayed["same"],
+        "difference": replayed["difference"], "differs_at": comparison and comparison["iteration"],
+        "observation": observation, "digest": replayed["digest"], "saved": save, "notes": notes,
+    }  # fmt: skip
+    lines = [f"iteration {options.to}, replayed {describe_replay(replayed)}", *notes]
+    lines += [f"  {printable(key)}: {value!r}" for key, value in observation.items()]
+    lines += [f"  state: {replayed['digest']}", *([] if save is None else [f"saved in {printable(save)}"])]
+    show(options, facts, lines)
     return 1 if differs else 0
 
 
@@ -128,22 +123,21 @@ def _batch(options: argparse.Namespace) -> int:
     recorded = RecordedRun(options.run_directory, options.script, options.arguments)
     replayed = recorded.replay(iteration, latest=iteration - 1, needs_same_bits=False)
     batches, is_same = replayed["batches"], replayed["same"]
-    indices, lines = indices_of(batches), batch_lines(batches)
-    if options.json:
-        print_json({
-            "run": options.run_directory, "iteration": iteration, "indices": indices, "batches": batches,
-            "from": replayed["origin"]["snapshot"], "same": is_same,
-            "difference": replayed["difference"], "notes": replayed["notes"],
-        })  # fmt: skip
-    elif indices is not None:
-        print(*indices)
-        if len(lines) > 1:
-            print(*lines, sep="\n")
-        print(f"iteration {iteration}, replayed {describe_replay(replayed)}", *replayed["notes"], sep="\n")
+    indices, of_iterators = indices_of(batches), batch_lines(batches)
+    facts = {
+        "run": options.run_directory, "iteration": iteration, "indices": indices, "batches": batches,
+        "from": replayed["origin"]["snapshot"], "same": is_same,
+        "difference": replayed["difference"], "notes": replayed["notes"],
+    }  # fmt: skip
+    lines = []
+    if indices is not None:
+        lines = [" ".join(map(str, indices)), *(of_iterators if len(of_iterators) > 1 else [])]
+        lines += [f"iteration {iteration}, replayed {describe_replay(replayed)}", *replayed["notes"]]
+    show(options, facts, lines)
     if is_same is False:
         return 1
     if indices is None:
-        raise NoReplay("\n".join(lines) or "the updater takes no examples from an iterator")
+        raise NoReplay("\n".join(of_iterators) or "the updater takes no examples from an iterator")
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from chainring._runs.comparison import compare_runs
 from chainring._runs.finished import FinishedRun
-from chainring.cli._common import add_command, ended_by_sigterm, print_json, printable
+from chainring.cli._common import add_command, ended_by_sigterm, printable, show
 from chainring.html_report import Parting, names_of, watch, write, write_several
 
 _PORT = 8642
@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.port is not None:
         raise ValueError("--port is that of the server of --watch; add --watch, or leave it out")
-    file, facts = options.out and Path(options.out), {}
+    file = options.out and Path(options.out)
+    facts: dict[str, Any] = {}
     if len(options.runs) > 1:
         written = write_several(options.runs, file, _partings(options.runs))
         counts = {"runs": len(options.runs)}
@@ -73,13 +74,9 @@ def run(options: argparse.Namespace) -> None:
         written = write(options.runs[0], file, verify=not options.no_verify)
         counts, facts = {"snapshots": written.snapshots}, {"damaged": list(written.damaged)}
     counts = {"bytes": written.size, "rows": written.rows, **counts}
-    if options.json:
-        print_json({"file": str(written.file), **counts, **facts})
-        return
     counted = ", ".join(f"{count:,} {name if count != 1 else name.removesuffix('s')}" for name, count in counts.items())
-    print(f"{printable(written.file)}: {counted}")
-    for name in written.damaged:
-        print(f"damaged: {printable(name)}")
+    lines = [f"{printable(written.file)}: {counted}", *(f"damaged: {printable(name)}" for name in written.damaged)]
+    show(options, {"file": str(written.file), **counts, **facts}, lines)
 
 
 def _watch(options: argparse.Namespace) -> None:
@@ -94,10 +91,7 @@ def _watch(options: argparse.Namespace) -> None:
         ended_by_sigterm(),
         watch(options.runs, port, lambda: _partings(options.runs)) as (address, follow, _),
     ):
-        if options.json:
-            print_json({"address": address})
-        else:
-            print(f"{address} shows the runs as they continue; Ctrl-C ends it")
+        show(options, {"address": address}, [f"{address} shows the runs as they continue; Ctrl-C ends it"])
         sys.stdout.flush()
         follow()
 

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import Any
 
-from chainring.cli._common import add_command, ended_by_sigterm, print_json
+from chainring.cli._common import add_command, ended_by_sigterm, show
 from chainring.testing._processes import script_starter
 from chainring.testing.verify_resume import NotTried, verify_program
 
@@ -60,13 +60,11 @@ def run(options: argparse.Namespace) -> int:
     except NotTried as error:
         print(f"chainring: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        print_json({
-            "verdict": verdict.name, "same": verdict.name == "exact", "script": options.script,
-            "arguments": options.arguments, "iterations": verdict.iterations,
-            "kills": [vars(kill) for kill in verdict.kills], "not_reached": verdict.not_reached,
-            "unsaved": verdict.unsaved, "report": verdict.report,
-        })  # fmt: skip
-    else:
-        print(verdict.report)
+    facts = {
+        "verdict": verdict.name, "same": verdict.name == "exact", "script": options.script,
+        "arguments": options.arguments, "iterations": verdict.iterations,
+        "kills": [vars(kill) for kill in verdict.kills], "not_reached": verdict.not_reached,
+        "unsaved": verdict.unsaved, "report": verdict.report,
+    }  # fmt: skip
+    show(options, facts, [verdict.report])
     return _STATUS[verdict.name]
