@@ -204,19 +204,21 @@ def _differing_settings(a: FinishedRun, b: FinishedRun) -> dict[str, tuple[Any, 
 
 def _recorded_rows(
     a: Ledger, b: Ledger, iterations: NDArray[np.int64], names: Iterable[str]
-) -> Iterator[tuple[str, str, NDArray[np.bool_], NDArray[np.bool_]]]:
-    """Yield the kinds and names of what is recorded of iterations, in which of them both have it, and in which it differs.
+) -> Iterator[tuple[str, str, NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the kinds and names of what is recorded, the iterations of which both have it, and those in which it differs.
 
     The ``iterations`` are some that both have, the ``names`` those of losses; one that a ledger has not was not reported.
     """
     rows, rows_b = (np.searchsorted(ledger.iterations, iterations) for ledger in (a, b))
     batches, batches_b = a.batches[rows], b.batches[rows_b]
-    yield "batch", "", (batches != 0) & (batches_b != 0), batches != batches_b
+    is_known = (batches != 0) & (batches_b != 0)
+    yield "batch", "", iterations[is_known], iterations[is_known & (batches != batches_b)]
     for name in names:
         (bits, types), (bits_b, types_b) = _losses(a, name, rows), _losses(b, name, rows_b)
-        yield "loss", name, np.ones(len(iterations), bool), (bits != bits_b) | (types != types_b)
+        yield "loss", name, iterations, iterations[(bits != bits_b) | (types != types_b)]
     generators, generators_b = a.generators[rows], b.generators[rows_b]
-    yield "generators", "", (generators != 0) & (generators_b != 0), generators != generators_b
+    is_known = (generators != 0) & (generators_b != 0)
+    yield "generators", "", iterations[is_known], iterations[is_known & (generators != generators_b)]
 
 
 def _losses(ledger: Ledger, name: str, rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -236,11 +238,10 @@ def first_recorded_difference(
     common = np.intersect1d(recorded.iterations, replayed.iterations)
     common = common[(common > after) & (common <= until)]
     first: Difference | None = None
-    for kind, name, is_known, differs in _recorded_rows(recorded, replayed, common, recorded.names):
-        iterations = common[is_known & differs]
+    for kind, name, _, differing in _recorded_rows(recorded, replayed, common, recorded.names):
         is_compared = kind != "generators" or with_generators
-        if is_compared and len(iterations) and (first is None or iterations[0] < first.iteration):
-            first = Difference(int(iterations[0]), kind, name)
+        if is_compared and len(differing) and (first is None or differing[0] < first.iteration):
+            first = Difference(int(differing[0]), kind, name)
     for iteration in sorted(recorded.digests.keys() & replayed.digests.keys() & set(common.tolist())):
         digests, digests_replayed = recorded.digests[iteration], replayed.digests[iteration]
         names = [name for name, digest in digests.items() if digest != digests_replayed.get(name)]
@@ -262,23 +263,20 @@ def _compare_recorders(comparison: Comparison, a: Ledger, b: Ledger) -> None:
             comparison.not_compared.append(f"{', '.join(alone)}, which only one of the runs has recorded")
     else:
         comparison.not_compared.append("what was recorded, since it is of different iterations")
-    differs_anywhere = np.zeros(len(iterations), bool)
-    for kind, name, is_known, differs in _recorded_rows(a, b, iterations, names):
-        known = iterations[is_known].tolist()
-        if kind == "generators":
-            if known:
-                comparison.compared.append(f"generators after {_ranges(known)}, as recorded")
-            else:
-                comparison.not_compared.append("generators, which were recorded after different iterations")
-        differs &= is_known
-        differs_anywhere |= differs
-        if differs.any():
-            iteration, text = int(iterations[differs.argmax()]), ""
+    same = iterations
+    for kind, name, known, differing in _recorded_rows(a, b, iterations, names):
+        if kind == "generators" and len(known):
+            comparison.compared.append(f"generators after {_ranges(known.tolist())}, as recorded")
+        elif kind == "generators":
+            comparison.not_compared.append("generators, which were recorded after different iterations")
+        same = np.setdiff1d(same, differing)
+        if len(differing):
+            iteration, text = int(differing[0]), ""
             if name:
                 losses = [row.losses.get(name) if row else None for row in (a.row(iteration), b.row(iteration))]
                 text = " -> ".join("nothing" if loss is None else repr(loss_value(*loss)) for loss in losses)
-            comparison.differences.append(Difference(iteration, kind, name, text, _before(known, iteration, 1)))
-    for iteration in iterations[~differs_anywhere][-1:].tolist():
+            comparison.differences.append(Difference(iteration, kind, name, text, _before(known.tolist(), iteration, 1)))
+    for iteration in same[-1:].tolist():
         comparison.add_same(iteration)
     common = sorted(a.digests.keys() & b.digests.keys())
     if common:
