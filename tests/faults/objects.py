@@ -180,7 +180,7 @@ def check(url):
         raise WrongEndError(f"a snapshot that is there is not whole: {error}") from error
     if (target := store.link_target("best")) is not None and target not in found:
         raise WrongEndError("the link best leads nowhere")
-    if store.exists("log"):
+    if store.files.exists("log"):
         json.loads(program.content_of(url, "log"))
     return found
 

@@ -137,7 +137,7 @@ def _read_snapshots(store: Snapshots, templates: Iterable[str], verify: bool) ->
         with suppress(ValueError):  # a person may have edited the list
             patterns += [NamePattern(template)] if "{" in template else []  # else it is the name of a link or of a file
     links: dict[str, list[str]] = {}
-    for name, target in sorted(store.links().items()):
+    for name, target in sorted(store.files.links().items()):
         if not name.startswith("."):
             links.setdefault(target, []).append(name)
     snapshots = []
@@ -151,7 +151,7 @@ def _read_snapshots(store: Snapshots, templates: Iterable[str], verify: bool) ->
             raise
         except (CorruptError, OSError) as error:
             state, note = DAMAGED, str(error)
-        if not store.exists(name):  # the run has removed it meanwhile
+        if not store.files.exists(name):  # the run has removed it meanwhile
             continue
         iteration, epoch = None, None
         if manifest is None:

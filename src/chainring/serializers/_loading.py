@@ -323,13 +323,7 @@ class StoredTensors:
             parts = {name: self._parts[name] for name in requests[0].keys() & self._parts.keys()}
             in_order = sorted(parts, key=lambda name: (parts[name][0].file.path, parts[name][0].start))
             offers: list[Offer] = self._gather(
-                {
-                    name: [
-                        (part.region, {rank for rank, request in enumerate(requests) if _needs(request[name], part.region)})
-                        for part in parts[name]
-                    ]
-                    for name in in_order
-                }
+                {name: [(p.region, _find_needs(requests, name, p.region)) for p in parts[name]] for name in in_order}
             )
             dtypes = {name: self.tensors[name].dtype for name in requests[0]}
             stream = _Stream(self._comm, self._parts, dtypes, requests, offers, wanted)
@@ -580,8 +574,9 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
-def _needs(regions: Iterable[Region], part: Region) -> bool:
-    return any(_overlap(part, region) for region in regions)
+def _find_needs(requests: Sequence[Request], name: str, part: Region) -> set[int]:
+    """Return the ranks that need some of a part of a tensor."""
+    return {rank for rank, request in enumerate(requests) if any(_overlap(part, region) for region in request[name])}
 
 
 def _overlap(first: Region, second: Region) -> Region | None:

@@ -227,7 +227,14 @@ class OptimizerState:
         if other:
             serializer("other_state", other)
         if self._groups is not None and members != self._groups:
-            self._check_groups()
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if id(parameter) not in self._model_names:
+                        raise ValueError(
+                            f"{path}/param_groups/{index} has changed since the trainer was made, and has a parameter of "
+                            f"shape {list(parameter.shape)} that belongs to no model of the updater, so that a resumed run "
+                            "could not find it: register it in a module"
+                        )
             serializer("initial_groups", self._groups)
 
     def _restore(self, serializer: AbstractSerializer, state: Any, groups: Any, extra: Any, constructed: Any) -> None:
@@ -259,17 +266,6 @@ class OptimizerState:
                     if key == "lr" and "initial_lr" in group:
                         group["initial_lr"] = _filled(group["initial_lr"], value)
                     announce_change(f"{key} of optimizer {self._label!r}, group {index}", before[key], value)
-
-    def _check_groups(self) -> None:
-        """Refuse to save changed groups that have parameters of no model, by whose names they could be made again."""
-        for index, group in enumerate(self._optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in self._model_names:
-                    raise ValueError(
-                        f"updater/optimizer:{self._label}/param_groups/{index} has changed since the trainer was made, and "
-                        f"has a parameter of shape {list(parameter.shape)} that belongs to no model of the updater, so that "
-                        "a resumed run could not find it: register it in a module"
-                    )
 
     def _regroup(self, theirs: list[list[str]], ours: list[list[str]], initial: list[list[str]]) -> None:
         """Give the optimizer the parameter groups of the saved run; their settings are not loaded."""

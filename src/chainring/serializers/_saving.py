@@ -64,7 +64,7 @@ class StagingBuffers:
         originals = list(tensors.values())
         if (description := _describe(originals)) != self._last:
             self._distinct = list(dict.fromkeys(description[0]))
-            last = [*self._buffers, *itertools.repeat(None, len(self._distinct))]
+            last = itertools.chain(self._buffers, itertools.repeat(None))
             self._buffers = [_buffer_of(originals[i], buffer) for i, buffer in zip(self._distinct, last, strict=False)]
             buffers = dict(zip(self._distinct, self._buffers, strict=True))
             self._copies, self._last = [buffers[first] for first in description[0]], description
@@ -329,7 +329,7 @@ def coordinate(
         return {_rank_file(rank, comm.size): result for rank, result in enumerate(results)} | others
 
     try:
-        store.commit_by(name, write_all, iteration, about, beside)
+        store.commit(name, write_all, iteration, about, beside)
     except BaseException as error:
         if not is_announced:
             comm.broadcast_object(None)

@@ -205,7 +205,7 @@ class Snapshots:
     def commit(
         self,
         name: str,
-        files: Mapping[str, WriteFile],
+        files: Mapping[str, WriteFile] | Callable[[str], Mapping[str, Written]],
         iteration: int,
         about: Mapping[str, Any] | None = None,
         beside: Sequence[Path] = (),
@@ -213,29 +213,18 @@ class Snapshots:
         """Write a snapshot and publish it under ``name``; afterwards it is there for good.
 
         When anything fails, nothing is published and what was written is removed; but when the very last step fails, that
-        flushes the name, the whole snapshot is there.
+        flushes the name, the whole snapshot is there. ``files`` may also be a call that writes them for a draft. The files
+        ``beside`` it are made to last first.
         """
-
-        def write_all(draft: str) -> dict[str, Written]:
-            return {file: self.write(draft, file, write) for file, write in files.items()}
-
-        self.commit_by(name, write_all, iteration, about, beside)
-
-    def commit_by(
-        self,
-        name: str,
-        write_files: Callable[[str], Mapping[str, Written]],
-        iteration: int,
-        about: Mapping[str, Any] | None = None,
-        beside: Sequence[Path] = (),
-    ) -> None:
-        """Publish what a call has written for a draft, see `commit`; the files ``beside`` it are made to last first."""
         for path in beside:
             self.files.persist(path)
         draft = self.files.draft(check_name(name))
         try:
             try:
-                written = write_files(draft)
+                if callable(files):
+                    written = files(draft)
+                else:
+                    written = {file: self.write(draft, file, write) for file, write in files.items()}
             except BaseException:
                 self.files.discard(draft)
                 raise
@@ -266,14 +255,6 @@ class Snapshots:
     def link_target(self, name: str) -> str | None:
         """Return the snapshot to which the link ``name`` points, or ``None`` if there is no such link."""
         return self.files.link_target(check_name(name))
-
-    def links(self) -> dict[str, str]:
-        """Return the links by name, with their targets."""
-        return self.files.links()
-
-    def exists(self, name: str) -> bool:
-        """Return whether anything has that name: a snapshot, sound or not, a link or a file."""
-        return self.files.exists(name)
 
     def names(self) -> list[str]:
         """Return the names of the snapshots, the highest iteration first, those with a damaged manifest last."""
@@ -321,8 +302,9 @@ class Snapshots:
     def holds(self, name: str, iteration: int) -> bool:
         """Return whether there is a snapshot of that name, of that iteration."""
         manifest = self._summary(check_name(name), self.files.state(name))
-        is_of_it = manifest is not None and manifest.iteration == iteration
-        return is_of_it and (manifest is None or self.files.admits(name, manifest.stamp, manifest.digest))
+        if manifest is None or manifest.iteration != iteration:
+            return False
+        return self.files.admits(name, manifest.stamp, manifest.digest)
 
     def remove(self, name: str) -> None:
         """Remove a snapshot, which is never there in part."""

@@ -92,7 +92,7 @@ class RunDirectory:
         if not later:
             return ""
         # Links go first, so that none is left dangling when the process is killed in between.
-        links = [name for name, target in self._store.links().items() if name in written and target in later]
+        links = [name for name, target in self._store.files.links().items() if name in written and target in later]
         later = list(dict.fromkeys([*links, *later]))
         files = [name for name in written if (self.path / name).is_file() and name not in later]
         return f"{list_names(later, _MAX_SHOWN)} moved to {self.move(later, 'abandoned', copies=files)}"
@@ -100,7 +100,7 @@ class RunDirectory:
     def find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return what runs have written: iterations by name, infinite for damaged snapshots, ``None`` for other files."""
         patterns = {template: NamePattern(template) for template in templates}
-        manifests, links = dict(self._store.listing()), self._store.links()
+        manifests, links = dict(self._store.listing()), self._store.files.links()
         iterations: dict[str, float | None] = {}
         there = {*os.listdir(self.path), *manifests, *links}
         names = sorted(name for name in there if not name.startswith(".") and name not in _ARCHIVES)

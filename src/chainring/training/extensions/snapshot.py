@@ -180,7 +180,7 @@ class Snapshot(Extension):
         if not trainer.comm.is_main:
             return
         store, link = trainer.store, str(series.filename)
-        if series.is_fixed and store.exists(link) and store.link_target(link) is None:
+        if series.is_fixed and store.files.exists(link) and store.link_target(link) is None:
             raise FileExistsError(
                 f"{store}/{link} is in the way of the snapshots of that name; move it, or give another filename"
             )
@@ -310,7 +310,7 @@ class Snapshot(Extension):
             later = (f"{directory}_error_{count}" for count in itertools.count(1))  # after an earlier attempt
             about = {_SERIES: self._series.label, "error": f"{type(exception).__name__}: {exception}"}
             checkpoint = self._capture(trainer)
-            free = next(name for name in itertools.chain([f"{directory}_error"], later) if not store.exists(name))
+            free = next(name for name in itertools.chain([f"{directory}_error"], later) if not store.files.exists(name))
             checkpoint.commit(store, free, trainer.updater.iteration, about)
 
     def finalize(self) -> None:
