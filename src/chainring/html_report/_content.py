@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any
 
 from chainring._version import __version__
-from chainring.html_report._log import MAX_POINTS, Column, Curves, Log, curves_of, script_data
+from chainring.html_report._log import MAX_POINTS, Column, Curves, curves_of, script_data
 from chainring.html_report._run import DAMAGED, Run, Series, as_mapping
 from chainring.serializers._store import Place
 from chainring.training._settings import Settings
@@ -100,12 +100,19 @@ def content_of(drawn: DrawnRun) -> Content:
     plan = as_mapping(run.record.get("plan"))
     extensions = plan.get("extensions")
     phases = sorted(run.profile.seconds.items(), key=lambda phase: -phase[1]) if run.profile else []
+    logs = []
+    for curves in drawn.curves:
+        log, keys = curves.log, curves.log.keys[:_MAX_COLUMNS]
+        rows = log.rows[-max(_MAX_CELLS // max(len(keys), 1), 10) :]
+        numeric = [column for column, key in enumerate(keys) if not any(isinstance(row.get(key), str) for row in rows)]
+        counts = {"count": log.count, "column_count": len(log.keys), "unreadable": log.unreadable}
+        logs.append({"name": log.name, "columns": keys, "rows": rows, "numeric": numeric, "curves": curves, **counts})
     parts = _render(
         "one.html",
         ["facts", *SECTIONS],
         run=run,
         facts_of=_facts(run),
-        logs=[_log_table(of_log.log) | {"curves": of_log} for of_log in drawn.curves],
+        logs=logs,
         is_marked=bool(drawn.data["marks"]),
         has_system=_has_system([run]),
         config=as_mapping(run.record.get("config")),
@@ -269,14 +276,6 @@ def _row(run: Run) -> list[str]:
     counts = [sum(log.count for log in run.logs), len(run.starts) - run.rollbacks, run.rollbacks]
     texts = [f"{count:,}" if type(count) is int and abs(count) < 10**18 else "" for count in counters]
     return [*texts, time, *(f"{count:,}" for count in counts)]
-
-
-def _log_table(log: Log) -> dict[str, Any]:
-    keys = log.keys[:_MAX_COLUMNS]
-    rows = log.rows[-max(_MAX_CELLS // max(len(keys), 1), 10) :]
-    numeric = [column for column, key in enumerate(keys) if not any(isinstance(row.get(key), str) for row in rows)]
-    counts = {"count": log.count, "column_count": len(log.keys), "unreadable": log.unreadable}
-    return {"name": log.name, "columns": keys, "rows": rows, "numeric": numeric, **counts}
 
 
 def _cell(row: dict[str, Any], key: str) -> str:

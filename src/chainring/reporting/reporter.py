@@ -35,17 +35,13 @@ class Stack:
 
 
 class Reported:
-    """What has been reported in an iteration. Stacks stay whole until somebody asks for the observation.
-
-    Attributes:
-        values: the reported values; a stack stands in the place of each of its elements.
-        stacks: those in ``values``; ``None`` if the observation has been handed out, which then gets no more of them.
-    """
+    """What has been reported in an iteration. Stacks stay whole until somebody asks for the observation."""
 
     __slots__ = ("stacks", "values")
 
     def __init__(self, values: dict[str, Any] | None = None) -> None:
-        self.values: dict[str, Any] = {} if values is None else values
+        self.values: dict[str, Any] = {} if values is None else values  # a stack stands in the place of each of its elements
+        # Those in values; None if the observation has been handed out, which then gets no more of them.
         self.stacks: list[Stack] | None = [] if values is None else None
 
     def __getitem__(self, key: str) -> Any:

@@ -41,14 +41,9 @@ class _StateOfForeign(DictionaryDeserializer):
 class ForeignPlan:
     """What will be loaded of a checkpoint of another library into a model or a trainer, which fits.
 
-    Nothing is changed, and no other rank asked, until `apply`, which all ranks call, or none.
-
-    Args:
-        path: where it was read.
-        saved: what was read.
-        obj: the model or the trainer.
-        part: the dotted or slashed prefix of the names in the checkpoint that are meant; of several models, the name of one.
-        strict: whether what does not fit is an error; otherwise it is left as it is.
+    Nothing is changed, and no other rank asked, until `apply`, which all ranks call, or none. ``part`` is the dotted or
+    slashed prefix of the names in the checkpoint that are meant, of several models the name of one. Unless ``strict``, what
+    does not fit is left as it is.
     """
 
     def __init__(self, path: Path, saved: ForeignCheckpoint, obj: Any, part: str, strict: bool) -> None:

@@ -85,9 +85,8 @@ def _plan_model(
     missing, unexpected = [n for n in live if n not in found], [n for n in found if n not in live]
     wrong = [f"missing: {list_names(missing, _SHOWN)}"] if missing and strict else []
     wrong += [f"unexpected: {list_names(unexpected, _SHOWN)}"] if unexpected and strict else []
-    for name, value in values.items():
-        if name in found and (reason := _misfit(found[name], value)):
-            wrong.append(f"{name}: {reason}")
+    misfits = {name: _misfit(found[name], value) for name, value in values.items() if name in found}
+    wrong += [f"{name}: {reason}" for name, reason in misfits.items() if reason]
     if wrong:
         raise RuntimeError(
             f"{path} does not fit the {type(model).__name__}: {'; '.join(wrong[:10])}. Make the model that was saved, "
