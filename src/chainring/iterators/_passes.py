@@ -266,7 +266,8 @@ class Passes:
     @property
     def has_shares(self) -> bool:
         """True if ranks each have a share of their own, and end a pass together."""
-        return self._owner.per_rank and self._owner.size > 1
+        has_shares: bool = self._owner.per_rank and self._owner.size > 1
+        return has_shares
 
     def begin(self) -> None:
         if not self._owner.repeat:
