@@ -224,8 +224,8 @@ class IndexedIterator(Iterator):
         previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
         if saving:
             return
-        self.current_position = position
-        self._restore_counters((epoch, epoch + position / size if size else 0.0, previous, is_new_epoch))
+        self.epoch, self.current_position, self.is_new_epoch = epoch, position, is_new_epoch
+        self.epoch_detail, self.previous_epoch_detail = epoch + position / size if size else 0.0, previous
         given = orders.seed
         orders.begin(seed, earlier, first)
         if given is not None and given != seed:
