@@ -13,6 +13,7 @@ import forked
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "chainring"
 FILES = sorted(SOURCE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # One line a row, the uppermost first. An import points to a lower row, or stays in its own package.
 ROWS = [
@@ -73,7 +74,7 @@ def test_imports_point_to_a_lower_row():
         if own in ("", "__main__"):
             continue
         package, row = place_of(own)
-        for module, _ in imports_of(ast.parse(path.read_text())):
+        for module, _ in imports_of(TREES[path]):
             if not module:
                 wrong.append(f"{own} imports from chainring itself")
                 continue
@@ -101,11 +102,10 @@ def is_own(value):
 
 def test_private_names_stay_in_their_file():
     """No file imports a name that begins with an underscore from another, or reads such an attribute of its objects."""
-    trees = {path: ast.parse(path.read_text()) for path in FILES}
-    defined = {path: {name for name in private_names_of(tree) if re.match("_[^_]", name)} for path, tree in trees.items()}
+    defined = {path: {name for name in private_names_of(tree) if re.match("_[^_]", name)} for path, tree in TREES.items()}
     ours = set().union(*defined.values()) - set(dir(nn.Module()))
     wrong = []
-    for path, tree in trees.items():
+    for path, tree in TREES.items():
         taken = [name for _, name in imports_of(tree) if name and re.match("_[^_]", name)]
         read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & ours - defined[path]
         inherited = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_own(node.value)}
@@ -117,7 +117,7 @@ def test_a_function_is_one_story():
     """It has at most 60 lines without its docstring."""
     long = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(TREES[path]):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 docstring = ast.get_docstring(node, clean=False)
                 length = node.end_lineno - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
@@ -135,7 +135,7 @@ def test_no_imports_go_round():
     imports = {}
     for path in FILES:
         module = parts_of(path)
-        known = imports_of(ast.parse(path.read_text()), annotations=not module.startswith(KNOWS_ITS_HOLDERS))
+        known = imports_of(TREES[path], annotations=not module.startswith(KNOWS_ITS_HOLDERS))
         imports[module] = {imported for imported, _ in known}
     while ends := {module for module, imported in imports.items() if not imported & imports.keys()}:
         imports = {module: imported for module, imported in imports.items() if module not in ends}
@@ -178,7 +178,7 @@ def test_a_wing_is_entered_by_its_door():
     strangers = []
     for path in FILES:
         own = parts_of(path)
-        for module, name in imports_of(ast.parse(path.read_text()), annotations=False):
+        for module, name in imports_of(TREES[path], annotations=False):
             for wing, holders in DOORS.items():
                 is_inside = f"{own}.".startswith(f"{wing}.") or f"{own}.".startswith(("cli.", "testing.", "html_report."))
                 if f"{module}.".startswith(f"{wing}.") and not is_inside and own not in holders:
@@ -197,7 +197,7 @@ def test_a_class_has_one_subject():
     """It has at most 25 methods and sets at most 15 attributes of its objects."""
     large = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(TREES[path]):
             if isinstance(node, ast.ClassDef):
                 methods = [child for child in node.body if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))]
                 stored = [child for child in ast.walk(node) if isinstance(child, ast.Attribute) and is_own(child.value)]
