@@ -253,9 +253,11 @@ class OptimizerState:
                 fits = {key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in entries.items()}
                 entries = {key: shard_like(value, parameter) if fits[key] else value for key, value in entries.items()}
             by_position[position] = entries
-        ends = list(itertools.accumulate(map(len, theirs), initial=0))
-        numbers = map(range, ends, ends[1:])  # and not lists, in which PyTorch would look for each parameter
-        groups = [{**group, "params": positions} for group, positions in zip(groups, numbers, strict=True)]
+        numbers = itertools.count()
+        groups = [
+            {**group, "params": _Positions(itertools.islice(numbers, len(members)))}
+            for group, members in zip(groups, theirs, strict=True)
+        ]
         by_position |= visit_optional(serializer, "other_state", None) or {}
         load_optimizer(optimizer, by_position, groups, extra, made)
         for index, (settings, before) in enumerate(zip(self._constructed or (), constructed or (), strict=False)):
@@ -360,6 +362,13 @@ def _with_dtypes(loaded: Any, saved: Any) -> Any:
     if type(saved) in (list, tuple):
         return type(saved)(map(_with_dtypes, loaded, saved))
     return saved if isinstance(saved, str) else loaded
+
+
+class _Positions(list[int]):
+    """Consecutive numbers. PyTorch looks for each parameter among those of a group, which takes long in a long list."""
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and len(self) > 0 and self[0] <= number <= self[-1]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
