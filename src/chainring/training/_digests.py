@@ -183,40 +183,48 @@ def _sum_region(bits: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
             begin = offset + (start if dimension == 0 else 0)
             along = torch.arange(begin, begin + chunk.shape[dimension], device=bits.device).mul_(stride)
             positions = positions + along.view(-1, *[1] * (bits.ndim - 1 - dimension))
-        numbers, in_row = _numbers(math.prod(shape), bits.device), _odd_numbers(_ROW, 0, bits.device)
+        numbers = torch.as_tensor(_numbers(math.prod(shape), bits.device))
+        in_row = torch.as_tensor(_odd_numbers(_ROW, 0, bits.device))
         total += (chunk * in_row[positions % _ROW] * numbers[positions // _ROW]).sum()
     return total
 
 
 def _sum_run(bits: Tensor, start: int) -> Tensor:
     """Return the sum over elements that follow one another, the first of which is element ``start``."""
-    numbers, in_row = _numbers(start + len(bits), bits.device), _odd_numbers(_ROW, 0, bits.device)
+    # hot path: "recorder" of benchmarks/gate.py: on the host NumPy passes over the memory once, and takes each tensor once
     is_on_host = bits.device.type == "cpu"
-    sums, at = [], 0
+    numbers, in_row = _numbers(start + len(bits), bits.device), _odd_numbers(_ROW, 0, bits.device)
+    elements: Any = np.from_dlpack(bits) if is_on_host else bits
+    sums: list[Any] = []
+    at = 0
     while at < len(bits):
         row, column = divmod(start + at, _ROW)
         rows = 0 if column else min(len(bits) - at, _CHUNK) // _ROW  # whole ones, or what is left of one: 0
-        chunk = bits[at : at + (rows * _ROW or _ROW - column)].view(rows or 1, -1)
+        length = rows * _ROW or min(_ROW - column, len(bits) - at)
+        chunk = elements[at : at + length].reshape(rows or 1, -1)
         of_columns, of_rows = in_row[column : column + chunk.shape[1]], numbers[row : row + len(chunk)]
-        if is_on_host:  # in one pass over the memory, and with the same result on any number of threads
-            products = np.einsum("ij,j->i", chunk.numpy(), of_columns.numpy())
-            sums.append(torch.from_numpy(np.array(np.einsum("i,i->", products, of_rows.numpy()))))
+        if is_on_host:  # the same result on any number of threads
+            sums.append(int(np.einsum("i,i->", np.einsum("ij,j->i", chunk, of_columns), of_rows)))
         else:
             sums.append(chunk.to(torch.int64).mul_(of_columns).sum(1).mul_(of_rows).sum())
-        at += chunk.numel()
+        at += length
+    if is_on_host:
+        return torch.from_numpy(np.array(sum(sums) % _UINT64, np.uint64).view(np.int64))
     return _add_up(sums, bits.device)
 
 
-def _numbers(elements: int, device: torch.device) -> Tensor:
+def _numbers(elements: int, device: torch.device) -> Any:
     """Return the numbers of at least as many rows as so many elements have: few different ones, which are kept."""
     return _odd_numbers(1 << (elements // _ROW).bit_length(), _ROW, device)
 
 
 @lru_cache(64)
-def _odd_numbers(count: int, first: int, device: torch.device) -> Tensor:
+def _odd_numbers(count: int, first: int, device: torch.device) -> Any:
+    """Return numbers as a tensor, on the host as an array."""
     # FROZEN: another result would make every ledger of an earlier run differ from one of now.
     numbers = _mix((np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return torch.from_numpy((numbers | np.uint64(1)).view(np.int64)).to(device)
+    odd = (numbers | np.uint64(1)).view(np.int64)
+    return odd if device.type == "cpu" else torch.from_numpy(odd).to(device)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
