@@ -18,8 +18,8 @@ def unwrap(model: Any) -> Any:
 
     A wrapper changes how a model runs, not the names of its submodules, so its prefix must not reach a name.
     """
-    while (attribute := _wrapped_attribute(type(model), _STATELESS)) is not None:
-        model = getattr(model, attribute)
+    while attributes := [_STATELESS[base.__name__] for base in type(model).__mro__ if base.__name__ in _STATELESS]:
+        model = getattr(model, attributes[0])
     return model
 
 
@@ -31,13 +31,15 @@ def name_of_model(model: Any, models: Mapping[str, Any]) -> str:
 
 def name_cleaner(model: nn.Module) -> Callable[[str], str]:
     """Return a function from the dotted name of a submodule, parameter or buffer to its name without wrappers."""
-    if not any(_wrapped_attribute(cls, _WRAPPERS) for cls in set(map(type, submodules(model)))):
+    attributes = {
+        cls: _WRAPPERS[base.__name__]
+        for cls in set(map(type, submodules(model)))
+        for base in reversed(cls.__mro__)  # the most derived one decides
+        if base.__name__ in _WRAPPERS
+    }
+    if not attributes:
         return str
-    wrapped = [
-        (path, attribute)
-        for path, module in model.named_modules()
-        if (attribute := _wrapped_attribute(type(module), _WRAPPERS)) is not None
-    ]
+    wrapped = [(path, attributes[type(module)]) for path, module in model.named_modules() if type(module) in attributes]
     prefixes = [(f"{path}.{attribute}".removeprefix("."), path) for path, attribute in reversed(wrapped)]  # innermost first
 
     def clean(name: str) -> str:
@@ -69,10 +71,6 @@ def submodules(model: nn.Module) -> list[nn.Module]:
             visited[module] = None
             to_visit += [child for child in module._modules.values() if child is not None]
     return list(visited)
-
-
-def _wrapped_attribute(cls: type, wrappers: dict[str, str]) -> str | None:
-    return next((wrappers[base.__name__] for base in cls.__mro__ if base.__name__ in wrappers), None)
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:

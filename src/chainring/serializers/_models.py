@@ -196,7 +196,7 @@ class OptimizerState:
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save the state as it is, or restore saved state, each tensor in the dtype in which it was saved."""
         optimizer, is_saving = self._optimizer, isinstance(serializer, Serializer)
-        parameters = _parameters(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known, path = set(map(id, parameters)), f"updater/optimizer:{self._label}"
         for key in getattr(optimizer, "state", ()) if is_saving else ():
             if isinstance(key, Tensor) and id(key) not in known:
@@ -245,7 +245,8 @@ class OptimizerState:
         if list(map(sorted, ours)) != list(map(sorted, theirs)):
             self._regroup(theirs, ours, visit_optional(serializer, "initial_groups", None) or theirs)
             names = itertools.chain.from_iterable(theirs)
-        parameters = dict(zip(names, enumerate(_parameters(optimizer)), strict=True))
+        own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        parameters = dict(zip(names, enumerate(own), strict=True))
         by_position: dict[Any, Any] = {}
         for name, entries in state.items():
             position, parameter = parameters[name]
@@ -310,7 +311,7 @@ def load_optimizer(
     """
     made = [dict(group) for group in optimizer.param_groups] if made is None else made
     optimizer.load_state_dict({**(extra or {}), "state": state, "param_groups": groups})
-    for position, parameter in enumerate(_parameters(optimizer)):
+    for position, parameter in enumerate(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)):
         loaded = optimizer.state.get(parameter, {})
         for key, value in state.get(position, {}).items():
             loaded[key] = _with_dtypes(loaded[key], value)
@@ -369,10 +370,6 @@ class _Positions(list[int]):
 
     def __contains__(self, number: object) -> bool:
         return isinstance(number, int) and len(self) > 0 and self[0] <= number <= self[-1]
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, Self
@@ -426,7 +425,7 @@ def is_module(obj: Any) -> bool:
     """Return whether an object is a module, of which the entries of its ``state_dict`` are saved in any case."""
     if isinstance(obj, nn.Module):
         return True
-    return hasattr(obj, "named_parameters") and has_state(obj) and serialize_method(obj) is None
+    return has_state(obj) and serialize_method(obj) is None and hasattr(obj, "named_parameters")
 
 
 def serialize_method(obj: Any) -> Callable[[Any], None] | None:
@@ -482,23 +481,21 @@ def own_states(module: Any) -> list[tuple[str, Any]]:
     return own
 
 
-def _derives_state_dict(module: Any) -> bool:
-    """Return whether the ``state_dict`` of a module is the one that `Stateful` makes of its ``serialize``."""
-    cls: Any = type(module)
-    return isinstance(module, nn.Module) and cls.state_dict is Stateful.state_dict
-
-
 def state_entries(module: Any) -> Mapping[str, Any]:
     """Return the parameters and buffers of a module by name, not copied."""
-    entries: Mapping[str, Any]
-    entries = nn.Module.state_dict(module) if _derives_state_dict(module) else module.state_dict()
+    cls: Any = type(module)
+    is_derived = isinstance(module, nn.Module) and cls.state_dict is Stateful.state_dict  # from its serialize
+    entries: Mapping[str, Any] = nn.Module.state_dict(module) if is_derived else module.state_dict()
     return entries
 
 
 def load_entries(module: Any, entries: Mapping[str, Any], strict: bool) -> None:
     """Load parameters and buffers of a module by name."""
-    load = partial(nn.Module.load_state_dict, module) if _derives_state_dict(module) else module.load_state_dict
-    load(entries, strict=strict)
+    cls: Any = type(module)
+    if isinstance(module, nn.Module) and cls.state_dict is Stateful.state_dict:  # which is derived from its serialize
+        nn.Module.load_state_dict(module, entries, strict=strict)
+    else:
+        module.load_state_dict(entries, strict=strict)
 
 
 def entry_names(module: Any, entries: Mapping[str, Any], below: str = "") -> dict[str, str]:

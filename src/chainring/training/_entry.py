@@ -11,7 +11,7 @@ from chainring._checks import find_call_error, is_number
 from chainring._hints import CALLED, EXTENSIONS
 from chainring._messages import user_place
 from chainring._progress import Trainer
-from chainring.training.triggers.base import IntervalTrigger, Trigger, TriggerLike, describe_setting, get_trigger
+from chainring.training.triggers.base import IntervalTrigger, Trigger, TriggerLike, describe, get_trigger
 
 
 class RollBack(RuntimeError):  # noqa: N818 - a request, and an error only where there is no snapshot
@@ -99,6 +99,9 @@ class Entry:
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
         self.place = user_place()
         self.is_due = False
+        # Of the extension and of its trigger, unless it is something else of the user's.
+        named = (getattr(identified, "identity", None) for identified in (extension, self.trigger))
+        self._identities = [call if callable(call) and not find_call_error(call, None) else None for call in named]
         self.observe = self._defined("observe")
         self.observe_start = self._defined("observe_start")
         self.before_snapshot = self._defined("before_snapshot")
@@ -111,15 +114,13 @@ class Entry:
 
     def identify(self, trainer: Trainer) -> Identity:
         """Return what the extension is recognized by in another run."""
-        texts = []
-        for identified, default in ((self.extension, self.optional("writes")), (self.trigger, ())):
-            identity: Any = getattr(identified, "identity", None)
-            if callable(identity) and not find_call_error(identity, trainer):  # else it is something else of the user's
-                default = identity(trainer)
-            texts.append(tuple(map(str, default)) if isinstance(default, (tuple, list)) else ())
+        identity, trigger_identity = self._identities
+        given = identity(trainer) if identity else self.optional("writes")
+        trigger_given = trigger_identity(trainer) if trigger_identity else ()
+        texts = [tuple(map(str, each)) if isinstance(each, (tuple, list)) else () for each in (given, trigger_given)]
         extension_class, trigger_class = type(self.extension).__name__, type(self.trigger).__name__
         kind = self.base_name, extension_class
-        return Identity(self.name, kind, trigger_class, (texts[0], texts[1]), describe_setting(self.trigger))
+        return Identity(self.name, kind, trigger_class, (texts[0], texts[1]), describe(self.trigger, as_setting=True))
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         """Call the extension's ``on_error``, if it has one, with the traceback if it demands three arguments."""

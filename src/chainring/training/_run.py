@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -28,10 +28,8 @@ from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import (
-    AbstractSerializer,
     ChangedSetting,
     Deserializer,
-    announce_change,
     conclude_reading,
     recording_changes,
     telling_changes,
@@ -41,7 +39,7 @@ from chainring.serializers.protocol import (
 from chainring.training._entry import Entry, Identity, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training._settings import check_agreement, check_generators, check_out
-from chainring.training.triggers.base import IntervalTrigger, describe_setting
+from chainring.training.triggers.base import IntervalTrigger, describe
 
 if TYPE_CHECKING:
     from chainring._places.remote import RemotePlace
@@ -390,13 +388,25 @@ class LoadedState:
         self._saved: list[Identity] = []  # the extensions of the saved run
         self._names: dict[str, str] = {}  # by the name of an extension here, that of the one in the saved run it continues
 
-    def begin(self, source: Deserializer, saved: list[Identity], generators: Any, trainer: Trainer) -> None:
+    def begin(
+        self,
+        source: Deserializer,
+        classes: Mapping[str, Any],
+        identities: Mapping[str, Any],
+        generators: Any,
+        trainer: Trainer,
+    ) -> None:
         """Take over a saved run, which had these extensions, and restore those that are registered."""
         self.exists = True
         self.gives_way = source.gives_way
         self.generators = generators
         self.directory, self.place = source.directory, source.place
-        self._source, self._saved, self._names = source, saved, {}
+        self._source, self._names = source, {}
+        self._saved = [
+            Identity(name, (base_name, extension_class), trigger_class, (tuple(texts), tuple(trigger_texts)), trigger)
+            for name, (extension_class, trigger_class) in classes.items()
+            for base_name, texts, trigger_texts, trigger in [identities[name]]
+        ]
         self.restore(trainer)
 
     def restore(self, trainer: Trainer, *, is_complete: bool = True) -> None:
@@ -420,7 +430,7 @@ class LoadedState:
                     if saved_classes[name] == type(trigger).__name__:
                         visit_if_stateful(source["extension_triggers"], name, trigger)
                     settings = source["extension_trigger_settings"]
-                    visit_setting(settings, name, describe_setting(trigger), f"trigger of extension {entry.name!r}")
+                    visit_setting(settings, name, describe(trigger, as_setting=True), f"trigger of extension {entry.name!r}")
         self._names = names
 
     def _has_state(self, saved: Identity) -> bool:
@@ -458,40 +468,6 @@ class LoadedState:
             )
         conclude_reading(self._source)
         self._source, self._saved, self._names = None, [], {}
-
-
-def visit_identities(serializer: AbstractSerializer, identities: list[Identity]) -> list[Identity]:
-    """Save what each extension is recognized by; when loading, return that of each extension of the saved run."""
-    classes = serializer("extension_types", {row.name: [row.kind[1], row.trigger_class] for row in identities})
-    others = {row.name: [row.kind[0], *map(list, row.texts), row.trigger] for row in identities}
-    others = serializer("extension_identities", others)
-    return [
-        Identity(name, (base_name, extension_class), trigger_class, (tuple(texts), tuple(trigger_texts)), trigger)
-        for name, (extension_class, trigger_class) in classes.items()
-        for base_name, texts, trigger_texts, trigger in [others[name]]
-    ]
-
-
-def visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded: Any) -> Any:
-    """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
-
-    They are put back immediately before the first update, because a script may draw between load and run. Until then, the
-    ``loaded`` ones are saved.
-    """
-    if isinstance(serializer, Deserializer):
-        ranks = {path.partition("/")[0] for path in serializer.paths()}
-        if comm.is_main and len(ranks) != comm.size:
-            consequence = "examples and their order are the same, and the last bits are not"
-            announce_change("number of ranks", len(ranks), comm.size, consequence)
-        saved = {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
-        return saved.get(str(comm.rank))
-    generators = loaded or _random.get_rng_state()
-    if serializer.comm.size == 1:
-        serializer(str(comm.rank), generators)
-    else:
-        for rank, state in enumerate(serializer.comm.gather_object(generators)):
-            serializer(str(rank), state)
-    return generators
 
 
 def _pairs(

@@ -28,7 +28,7 @@ from chainring.serializers._models import hyperparameters
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import Stateful
 from chainring.training._entry import Entry
-from chainring.training.triggers.base import Trigger, describe, describe_setting
+from chainring.training.triggers.base import Trigger, describe
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
 _OF_TORCH = (
@@ -204,7 +204,7 @@ def _shared_settings(trainer: Trainer) -> dict[str, dict[str, str]]:
         },
         **{f"optimizer {name!r}'s": _of_optimizer(optimizer, names) for name, optimizer in optimizers.items()},
         "the trainer's": {
-            "stop trigger": describe_setting(trainer.stop_trigger),
+            "stop trigger": describe(trainer.stop_trigger, as_setting=True),
             "extensions": [entry.name for entry in trainer.entries],
             "saved run": "is continued" if trainer.is_resumed else "is not loaded",
             "iteration": updater.iteration,
@@ -297,7 +297,7 @@ def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
     extension = entry.extension
     settings = {
         "classes": [type(extension).__name__, type(entry.trigger).__name__],
-        "trigger": describe_setting(entry.trigger),
+        "trigger": describe(entry.trigger, as_setting=True),
         "priority": entry.priority,
         "invoke_before_training": entry.invoke_before_training,
         **_arguments(extension),
@@ -321,7 +321,7 @@ def _arguments(obj: Any) -> dict[str, Any]:
     return {
         **{name: value for name, value in arguments.items() if isinstance(value, _PLAIN)},
         **{name: _name_of_function(value) for name, value in arguments.items() if inspect.isroutine(value)},
-        **{name: describe_setting(value) for name, value in arguments.items() if isinstance(value, Trigger)},
+        **{name: describe(value, as_setting=True) for name, value in arguments.items() if isinstance(value, Trigger)},
     }
 
 

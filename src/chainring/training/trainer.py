@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
-from chainring import _hints
+from chainring import _hints, _random
 from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._distributed.progress import reporting_position
 from chainring._hints import hinting
@@ -22,6 +22,7 @@ from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
     Stateful,
+    announce_change,
     recording_changes,
     telling_changes,
     visit_if_stateful,
@@ -29,13 +30,12 @@ from chainring.serializers.protocol import (
 )
 from chainring.training import _preview
 from chainring.training._entry import Entry, Observer, RollBack, surround
-from chainring.training._run import Interruption, Run, visit_generators, visit_identities
+from chainring.training._run import Interruption, Run
 from chainring.training._run_directory import resolve_out
 from chainring.training.triggers.base import (
     ReachedTrigger,
     TriggerLike,
     describe,
-    describe_setting,
     get_stop_trigger,
     serialize_inner_trigger,
 )
@@ -400,7 +400,7 @@ class Trainer(Stateful):
         run, entries, is_loading = self._run, list(self._entries.values()), isinstance(serializer, Deserializer)
         if is_loading and run.started_at is not None:
             raise RuntimeError("state must be loaded before run(), which has started; make a new trainer and load into that")
-        if not is_loading:
+        if run.loaded_state.exists and not is_loading:
             run.loaded_state.restore(self)  # saved before the run, what was loaded is complete too
         run.loaded_state.changes = {} if is_loading else run.loaded_state.changes
         with contextlib.ExitStack() as stack:
@@ -410,26 +410,51 @@ class Trainer(Stateful):
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
-            identities = visit_identities(serializer, [] if is_loading else [entry.identify(self) for entry in entries])
+            known = [] if is_loading else [entry.identify(self) for entry in entries]
+            classes = serializer("extension_types", {row.name: [row.kind[1], row.trigger_class] for row in known})
+            others = {row.name: [row.kind[0], *map(list, row.texts), row.trigger] for row in known}
+            others = serializer("extension_identities", others)
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
-            visit_setting(serializer, "stop_trigger_setting", describe_setting(self.stop_trigger), "stop trigger")
-            generators = visit_generators(serializer["generators"], self.comm, run.loaded_state.generators)
+            visit_setting(serializer, "stop_trigger_setting", describe(self.stop_trigger, as_setting=True), "stop trigger")
+            generators = _visit_generators(serializer["generators"], self.comm, run.loaded_state.generators)
             observation = serializer["observation"]
             if isinstance(serializer, Deserializer):
                 self.reported = Reported({key: observation(key, None) for key in serializer["observation"].paths()})
                 run.earlier_time = elapsed_time
                 with contextlib.suppress(AttributeError):  # of an updater that computes it
                     self.updater.weight = weight
-                run.loaded_state.begin(serializer, identities, generators, self)
+                run.loaded_state.begin(serializer, classes, others, generators, self)
                 return
-            for key, value in self.observation.items():
+            for key, value in self.reported.observation().items():
                 if is_scalar(value):
                     observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
             for entry in entries:
-                name, setting = entry.name, describe_setting(entry.trigger)
+                name, setting = entry.name, describe(entry.trigger, as_setting=True)
                 visit_if_stateful(serializer["extensions"], name, entry.extension)
                 visit_if_stateful(serializer["extension_triggers"], name, entry.trigger)
                 visit_setting(serializer["extension_trigger_settings"], name, setting, f"trigger of extension {name!r}")
+
+
+def _visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded: Any) -> Any:
+    """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
+
+    They are put back immediately before the first update, because a script may draw between load and run. Until then, the
+    ``loaded`` ones are saved.
+    """
+    if isinstance(serializer, Deserializer):
+        ranks = {path.partition("/")[0] for path in serializer.paths()}
+        if comm.is_main and len(ranks) != comm.size:
+            consequence = "examples and their order are the same, and the last bits are not"
+            announce_change("number of ranks", len(ranks), comm.size, consequence)
+        saved = {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
+        return saved.get(str(comm.rank))
+    generators = loaded or _random.get_rng_state()
+    if serializer.comm.size == 1:
+        serializer(str(comm.rank), generators)
+    else:
+        for rank, state in enumerate(serializer.comm.gather_object(generators)):
+            serializer(str(rank), state)
+    return generators
 
 
 def _ends(trainer: Trainer) -> bool:

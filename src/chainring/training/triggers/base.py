@@ -498,15 +498,12 @@ def keys_of(part: Any, attribute: str = "watched_keys") -> list[str]:
     return [key for key in keys if isinstance(key, str)] if isinstance(keys, (tuple, list, set, frozenset)) else []
 
 
-def describe(trigger: Any) -> str:
-    """Return a trigger as text that is the same in every process: with its settings, or the name of a function."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(getattr(trigger, "__name__", trigger)))
+def describe(trigger: Any, *, as_setting: bool = False) -> str:
+    """Return a trigger as text that is the same in every process: with its settings, or the name of a function.
 
-
-def describe_setting(trigger: Any) -> str:
-    """Return the text by which a resumed run recognizes the trigger; for a class of a user its name.
-
-    The other text of a user's class may contain state, which is not a setting.
+    As the setting by which a resumed run recognizes it, one of a user's class is the name of that: the other text may
+    contain state, which is not a setting.
     """
-    is_ours = type(trigger).__module__.startswith("chainring.")
-    return describe(trigger) if is_ours or hasattr(trigger, "__name__") else type(trigger).__name__
+    if as_setting and not type(trigger).__module__.startswith("chainring.") and not hasattr(trigger, "__name__"):
+        return type(trigger).__name__
+    return re.sub(r" at 0x[0-9a-f]+", "", str(getattr(trigger, "__name__", trigger)))
