@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 from chainring import training
 from chainring._distributed.group import BESIDE, OWN, is_connection_error, is_timeout
@@ -331,6 +332,24 @@ def test_what_gloo_says_of_a_timeout_is_taken_for_one_also_of_the_exchanges_that
 @pytest.mark.parametrize("end", ["timed out in blocking wait.", "ran for 4031 milliseconds before timing out."])
 def test_what_nccl_says_of_a_timeout_is_taken_for_one(end):
     assert is_timeout(dist.DistBackendError(f"WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=4000) {end}"))
+
+
+class Stuck:
+    """Data whose worker never returns an example."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        threading.Event().wait()
+
+
+def test_a_loader_that_waits_too_long_for_its_worker_fails_on_its_own_rank():
+    """The other ranks get its error, and not that a rank is late."""
+    with pytest.raises(RuntimeError, match="DataLoader timed out") as failure:
+        next(iter(DataLoader(Stuck(), num_workers=1, timeout=1)))
+    assert not is_timeout(failure.value)
+    assert not is_connection_error(failure.value)
 
 
 def test_a_rank_that_has_left_gloo_is_not_one_that_is_late():

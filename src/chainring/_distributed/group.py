@@ -155,7 +155,8 @@ def count_collectives() -> dict[str, tuple[int, list[int], str]]:
 def is_timeout(error: BaseException) -> bool:
     """Return whether an exchange took too long, or, as gloo says of what follows, one before it in the same group."""
     words = ("imed out", "timing out", "Application timeout")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    is_of_loader = str(error).startswith("DataLoader")  # its workers took too long: a failure of this rank
+    return isinstance(error, RuntimeError) and not is_of_loader and any(word in str(error) for word in words)
 
 
 def is_connection_error(error: BaseException) -> bool:
