@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from chainring import training
-from chainring._distributed.group import BESIDE, OWN, is_connection_error, is_timeout
+from chainring._distributed.group import BACKGROUND_GROUP, MAIN_GROUP, is_connection_error, is_timeout
 from chainring._distributed.heartbeat import find_late
 from chainring._distributed.progress import Record
 from chainring.iterators import SerialIterator
@@ -388,14 +388,14 @@ def test_ranks_that_wait_for_each_other_are_not_late():
 
 def test_a_rank_that_has_begun_an_exchange_ahead_of_others_does_not_wait_yet():
     """The communicator starts exchanges and waits for them later, so that only those count in which it waits."""
-    found = records({OWN: 2}, {OWN: 1})
+    found = records({MAIN_GROUP: 2}, {MAIN_GROUP: 1})
     assert find_late(found[0], found, is_beside=False) == []
     found[0].waited = 1.0
     assert find_late(found[0], found, is_beside=False) == [1]
 
 
 def test_a_rank_whose_snapshot_is_late_is_found_in_the_exchange_of_snapshots_alone():
-    found = records({OWN: 7, BESIDE: 3}, {OWN: 9, BESIDE: 2})
+    found = records({MAIN_GROUP: 7, BACKGROUND_GROUP: 3}, {MAIN_GROUP: 9, BACKGROUND_GROUP: 2})
     assert find_late(found[0], found, is_beside=True) == [1]
 
 

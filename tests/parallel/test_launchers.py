@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from chainring._distributed.launchers import Place, first_machine, meet, read_local_rank, read_place
+from chainring._distributed.launchers import RankInfo, first_machine, meet, read_local_rank, read_rank_info
 from chainring.parallel import create_communicator
 from rank_pair import free_port, in_environments
 
@@ -118,42 +118,42 @@ def test_tasks_of_several_machines_meet_on_the_first():
 def test_the_first_machine_of_slurms_list_has_the_first_rank(machines, first):
     """With its zeros; commas in brackets do not end a name."""
     assert first_machine(machines) == first
-    assert read_place(srun(1, 2, f"{machines},z[1-2]", 0)).address == first
+    assert read_rank_info(srun(1, 2, f"{machines},z[1-2]", 0)).address == first
 
 
 def test_each_start_has_a_port_of_its_own():
     """By the job, its step and its restarts, the same on all ranks; below those that a system gives to connections."""
     places = [
-        read_place(srun(rank, 2, step=step) | {"SLURM_RESTART_COUNT": restart})
+        read_rank_info(srun(rank, 2, step=step) | {"SLURM_RESTART_COUNT": restart})
         for step in (0, 1) for restart in ("0", "1") for rank in (0, 1)
     ]  # fmt: skip
-    assert [place.port for place in places[::2]] == [place.port for place in places[1::2]]
-    assert len({place.port for place in places}) == len({place.start for place in places}) == 4
-    assert all(10_000 <= place.port < 30_000 for place in places)
+    assert [info.port for info in places[::2]] == [info.port for info in places[1::2]]
+    assert len({info.port for info in places}) == len({info.start for info in places}) == 4
+    assert all(10_000 <= info.port < 30_000 for info in places)
 
 
 def test_master_addr_and_port_count_before_what_is_derived():
     """With any launcher; with them, tasks of mpirun on several machines meet."""
     given = {"MASTER_ADDR": "node9", "MASTER_PORT": "4444"}
     for task in (srun(1, 4), open_mpi(5, 8, local_size=4), mpich(1, 4), submitit(1, 4)):
-        place = read_place({**task, **given})
-        assert (place.address, place.port) == ("node9", 4444)
-    assert read_place({**open_mpi(5, 8, local_size=4), **given}).local_rank == 1
+        info = read_rank_info({**task, **given})
+        assert (info.address, info.port) == ("node9", 4444)
+    assert read_rank_info({**open_mpi(5, 8, local_size=4), **given}).local_rank == 1
 
 
 def test_torchrun_counts_before_what_has_started_it():
     """``srun torchrun``, one task a machine: the ranks are torchrun's, also where the numbers are different."""
     for outer in (srun(1, 2, "a,b", 0), open_mpi(0, 4), SBATCH, {"SLURM_NTASKS": "2"}):
-        assert read_place({**outer, **TORCHRUN}) == Place(3, 8, 1, "0-8")
+        assert read_rank_info({**outer, **TORCHRUN}) == RankInfo(3, 8, 1, "0-8")
     assert read_local_rank({**srun(1, 2, "a,b", 0), **TORCHRUN}) == 1
 
 
 def test_variables_that_a_script_exports_for_all_tasks_do_no_harm():
     """WORLD_SIZE, MASTER_ADDR and MASTER_PORT before ``srun``, and RANK by Slurm's number, as many recipes have it."""
     exported = {"WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
-    assert read_place({**srun(1, 2), **exported})[:3] == (1, 2, 1)
-    assert read_place({**srun(1, 2), **exported, "RANK": "1"})[:3] == (1, 2, 1)
-    assert read_place({**srun(1, 2), "WORLD_SIZE": "2", "RANK": "1"})[:3] == (1, 2, 1)
+    assert read_rank_info({**srun(1, 2), **exported})[:3] == (1, 2, 1)
+    assert read_rank_info({**srun(1, 2), **exported, "RANK": "1"})[:3] == (1, 2, 1)
+    assert read_rank_info({**srun(1, 2), "WORLD_SIZE": "2", "RANK": "1"})[:3] == (1, 2, 1)
 
 
 @pytest.mark.parametrize("environment", [SBATCH, {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "71"}])
@@ -169,7 +169,7 @@ def test_a_script_that_srun_has_not_started_trains_alone_and_says_so(monkeypatch
 def test_one_task_is_a_world_of_one():
     """Of any launcher, and without a word."""
     for task in (srun(0, 1), open_mpi(0, 1), mpich(0, 1), submitit(0, 1), {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {}):
-        assert read_place(task) == Place(0, 1, 0)
+        assert read_rank_info(task) == RankInfo(0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_one_task_is_a_world_of_one():
 def test_tasks_that_cannot_meet_are_an_error_with_a_remedy(environment, reason):
     """And never as many runs of one."""
     with pytest.raises(RuntimeError, match=rf"(?s){reason}.*set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"):
-        read_place(environment)
+        read_rank_info(environment)
 
 
 def test_ranks_that_have_parted_may_meet_again():
@@ -216,14 +216,14 @@ def test_two_tasks_with_one_rank_are_an_error():
     assert meeting("A", "B", port=port) == ["met", "met"]
     message = "two processes say that they are rank 1 of 2: RANK has one value in several tasks"
     with pytest.raises(RuntimeError, match=message):
-        meet(Place(1, 2, 0, "start", "127.0.0.1", port), timedelta(seconds=20))
+        meet(RankInfo(1, 2, 0, "start", "127.0.0.1", port), timedelta(seconds=20))
 
 
 def test_ranks_that_do_not_come_are_named():
     """By those that have waited for them."""
-    place = Place(0, 4, 0, "start", "127.0.0.1", free_port())
+    info = RankInfo(0, 4, 0, "start", "127.0.0.1", free_port())
     with pytest.raises(RuntimeError, match=r"of 4 ranks these have not come within 0\.2 s: 1, 2, 3; check"):
-        meet(place, timedelta(seconds=0.2))
+        meet(info, timedelta(seconds=0.2))
 
 
 def test_a_port_that_is_taken_is_named_with_what_to_set():
@@ -231,7 +231,7 @@ def test_a_port_that_is_taken_is_named_with_what_to_set():
     port = free_port()
     held = torch.distributed.TCPStore("127.0.0.1", port, 1, True)
     with pytest.raises(RuntimeError, match=f"cannot meet at 127.0.0.1, port {port}: .*MASTER_PORT to a port that is free"):
-        meet(Place(0, 2, 0, "start", "127.0.0.1", port), timedelta(seconds=1))
+        meet(RankInfo(0, 2, 0, "start", "127.0.0.1", port), timedelta(seconds=1))
     del held
 
 
@@ -249,7 +249,7 @@ def meeting(*accelerators, port=None):
 
     def tell(rank):
         try:
-            meet(Place(rank, 2, rank, "start", "127.0.0.1", port), timedelta(seconds=20), accelerators[rank])
+            meet(RankInfo(rank, 2, rank, "start", "127.0.0.1", port), timedelta(seconds=20), accelerators[rank])
         except ValueError as error:
             return error
         return "met"

@@ -134,13 +134,13 @@ class _Exchange:
                 if region in done:
                     continue
                 done.add(region)
-                place = whole[tuple(slice(start, start + size) for start, size in zip(*region, strict=True))]
+                target = whole[tuple(slice(start, start + size) for start, size in zip(*region, strict=True))]
                 if rank == self._writer:
-                    place.copy_(self._shards[number][index].tensor.detach())
+                    target.copy_(self._shards[number][index].tensor.detach())
                     continue
                 self._is_receiving = True
                 dist.send(torch.tensor([number, index], device=exchange_device()), rank)
-                for piece in _pieces(place):
+                for piece in _pieces(target):
                     received = self._buffer[: piece.numel() * piece.itemsize]
                     dist.recv(received, rank)
                     piece.copy_(received.view(piece.dtype).view(piece.shape))
@@ -167,7 +167,8 @@ def holders_of(values: Iterable[Any]) -> Communicator:
 
 def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
     """Return why the ranks cannot write what they have, ``None`` if they can."""
-    if problem := next((f"rank {rank}: {each}" for rank, each in descriptions.items() if isinstance(each, str)), None):
+    problems = (f"rank {rank}: {problem}" for rank, problem in descriptions.items() if isinstance(problem, str))
+    if (problem := next(problems, None)) is not None:
         return problem
     writer, first = next(iter(descriptions.items()))
     for rank, other in descriptions.items():
@@ -177,11 +178,14 @@ def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
                 "give all ranks the same path"
             )
         if other.tensors != first.tensors:
-            one = next((each for each in first.tensors if each not in other.tensors), None)
-            two = next((each for each in other.tensors if each not in first.tensors), None)
-            return f"all ranks save the same model, and rank {writer} has {one}, rank {rank} has {two}, or another order"
+            only_first = next((tensor for tensor in first.tensors if tensor not in other.tensors), None)
+            only_other = next((tensor for tensor in other.tensors if tensor not in first.tensors), None)
+            return (
+                f"all ranks save the same model, and rank {writer} has {only_first}, rank {rank} has {only_other}, or "
+                "another order"
+            )
     for number, (name, _, shape) in enumerate(first.tensors):
-        regions = list(dict.fromkeys(region for each in descriptions.values() for region in each.regions[number]))
+        regions = list(dict.fromkeys(region for rank in descriptions.values() for region in rank.regions[number]))
         if not is_partition(shape, regions):
             return (
                 f"{name!r} has the shape {list(shape)}, and the ranks {list(descriptions)} hold {regions} of it, which is "

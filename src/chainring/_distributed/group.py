@@ -18,8 +18,9 @@ from torch import Tensor
 from chainring._distributed.communicator import Communicator
 
 T = TypeVar("T")
-OWN = "chainring"  # describes the groups whose waits are noted by the communicator itself
-BESIDE = "chainring beside"  # and those of its exchanges in another thread
+# Descriptions of process groups: those whose waits the communicator notes, and those of exchanges in another thread.
+MAIN_GROUP = "chainring"
+BACKGROUND_GROUP = "chainring beside"
 TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
 _LATER = 10.0  # seconds for which a backend that ends the process lets this library say why before
 _LEAVING = 1.0  # seconds for which a rank that has failed waits for the end of its groups
@@ -94,16 +95,16 @@ class GroupCommunicator(Communicator):
 
     def _when_done(self, work: Any, result: T, sent: Tensor) -> Callable[[], T]:
         """Return a function that waits for an exchange, and until then holds what is sent."""
-        number, held = self._begun, [work, sent]
-        self._under_way[number], self._begun = held, number + 1
+        number, kept = self._begun, [work, sent]  # until it has ended
+        self._under_way[number], self._begun = kept, number + 1
         del work, sent  # which `leave` lets go
 
         def wait() -> T:
-            if held:  # and was not waited for before
+            if kept:  # and was not waited for before
                 with self.waiting():
-                    held[0].wait()
+                    kept[0].wait()
                 self._under_way.pop(number, None)
-                held.clear()
+                kept.clear()
             return result
 
         return wait
@@ -114,7 +115,7 @@ def connect_timeout(size: int) -> timedelta:
     return timedelta(seconds=8 + size / 4)
 
 
-def new_group(backend: str | None = None, ranks: Sequence[int] | None = None, description: str = OWN) -> Any:
+def new_group(backend: str | None = None, ranks: Sequence[int] | None = None, description: str = MAIN_GROUP) -> Any:
     """Make a group of these ranks, or of all, at the same time on each rank; return it on those that belong to it."""
     timeout = connect_timeout(dist.get_world_size())
     group: Any = dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=description)
@@ -153,7 +154,7 @@ def count_collectives() -> dict[str, tuple[int, list[int], str]]:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether an exchange took too long, or, as gloo says of what follows, one before it in the same group."""
+    """Return whether an exchange took too long, or an earlier one in the same group, of which gloo then reports."""
     words = ("imed out", "timing out", "Application timeout")
     is_of_loader = str(error).startswith("DataLoader")  # its workers took too long: a failure of this rank
     return isinstance(error, RuntimeError) and not is_of_loader and any(word in str(error) for word in words)
@@ -210,15 +211,15 @@ def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def gradient_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the places, from the last on, of neighbours of one dtype and device, as many as are exchanged at once."""
-    places = range(len(tensors) - 1, -1, -1)
-    for _, group in groupby(places, lambda place: (tensors[place].dtype, tensors[place].device)):
+    """Yield buckets of indices, from the last tensor on: neighbours of one dtype and device that are exchanged at once."""
+    indices = range(len(tensors) - 1, -1, -1)
+    for _, group in groupby(indices, lambda index: (tensors[index].dtype, tensors[index].device)):
         bucket: list[int] = []
         size = 0
-        for place in group:
-            bucket.append(place)
-            size += tensors[place].nbytes
-            if size >= (_FIRST_BUCKET if bucket[0] == places[0] else _GRADIENT_BUCKET):
+        for index in group:
+            bucket.append(index)
+            size += tensors[index].nbytes
+            if size >= (_FIRST_BUCKET if bucket[0] == indices[0] else _GRADIENT_BUCKET):
                 yield bucket
                 bucket, size = [], 0
         if bucket:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from chainring._distributed.communicator import RankFailed
-from chainring._distributed.group import BESIDE, OWN, count_collectives, is_timeout, lower_timeouts
+from chainring._distributed.group import BACKGROUND_GROUP, MAIN_GROUP, count_collectives, is_timeout, lower_timeouts
 from chainring._distributed.progress import Process, Progress, Record, this_process
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class _StoreThread:
         self.thread.start()
 
     def call(self, function: Callable[[Any], T], seconds: float = _CALL) -> T | None:
-        """Return what a function of the store returns, ``None`` if the store is gone or does not answer."""
+        """Call a function with the store; return its result, ``None`` if the store is gone or does not answer."""
         result: Future[T] = Future()
 
         def call() -> None:
@@ -337,7 +337,7 @@ class Heartbeat:
         is_ahead = any(  # in a group whose waits nobody notes, such as that of DDP
             name in failure.collectives and number > failure.collectives[name][0]
             for name, (number, _, description) in count_collectives().items()
-            if description not in (OWN, BESIDE)
+            if description not in (MAIN_GROUP, BACKGROUND_GROUP)
         )
         limit = _PATIENCE
         if failure.late is not None:  # until its exchange should have ended
@@ -423,10 +423,10 @@ def find_late(asking: Record, records: Mapping[int, Record], is_beside: bool) ->
 
 
 def _waited_for(record: Record, records: Mapping[int, Record], is_beside: bool) -> set[int]:
-    """Return the ranks that have not arrived where a rank waits, of which one of whom nothing is known may be one."""
+    """Return the ranks that have not arrived where a rank waits, or may not have, because nothing is known of them."""
     waited_for = set()
     for name, (number, ranks, description) in (record.collectives or {}).items():
-        if (description == BESIDE) == is_beside and (is_beside or record.waited or description != OWN):
+        if (description == BACKGROUND_GROUP) == is_beside and (is_beside or record.waited or description != MAIN_GROUP):
             for rank in set(ranks) - {record.rank}:
                 known = records[rank].collectives
                 if known is None or (name in known and known[name][0] < number):

@@ -1,4 +1,4 @@
-"""Launchers: the place of this process among those that were started together, as environment variables say it."""
+"""Launchers: the rank of this process among those that were started together, as environment variables say it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each task"
 
 
-class Place(NamedTuple):
-    """The place of a process among those that a launcher has started together.
+class RankInfo(NamedTuple):
+    """Which of the processes that a launcher has started together this one is, and where they meet.
 
     Attributes:
         start: the name of this start: the same on all ranks, and another one when they are started again.
@@ -55,7 +55,7 @@ class _Launcher(NamedTuple):
     machines: tuple[str, ...] = ()
 
 
-_meetings: Counter[Place] = Counter()  # in this process
+_meetings: Counter[RankInfo] = Counter()  # in this process
 
 _SLURM = _Launcher(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ("SLURM_STEP_NUM_NODES", "1"),
@@ -84,8 +84,8 @@ _LAUNCHERS = [  # a launcher comes before those that may have started it
 ]  # fmt: skip
 
 
-def read_place(environment: Mapping[str, str]) -> Place:
-    """Return the place of this process; without a launcher it is alone.
+def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
+    """Return the rank of this process and where it meets the others; without a launcher it is alone.
 
     The variables of torchrun count first, then those of the launcher nearest to this process that has started several
     tasks. MASTER_ADDR and MASTER_PORT count before what follows from the variables of that launcher.
@@ -96,7 +96,7 @@ def read_place(environment: Mapping[str, str]) -> Place:
     environment = _with_step(environment)
     launcher = _launcher_of(environment)
     if launcher is not None and not all(name in environment for name in _TORCHRUN):
-        place = _place_by(launcher, environment)
+        info = _rank_info_by(launcher, environment)
     elif "RANK" in environment or "WORLD_SIZE" in environment:
         if missing := [name for name in _TORCHRUN if name not in environment]:
             raise RuntimeError(
@@ -107,7 +107,7 @@ def read_place(environment: Mapping[str, str]) -> Place:
         start = f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}-{size}"
         has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address, port = ("", 0) if has_store else (environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
-        place = Place(_number(environment, "RANK"), size, read_local_rank(environment), start, address, port)
+        info = RankInfo(_number(environment, "RANK"), size, read_local_rank(environment), start, address, port)
     else:
         count = environment.get("SLURM_NTASKS", "1")
         if count not in ("0", "1") and "SLURM_STEP_ID" not in environment:
@@ -115,12 +115,10 @@ def read_place(environment: Mapping[str, str]) -> Place:
                 f"this job of Slurm has {count} tasks, as SLURM_NTASKS says, and this process, which srun has not started, "
                 f"trains alone: start the script with `srun`, or ask for --ntasks=1 --cpus-per-task={count}",
             )
-        return Place(0, 1, 0)
-    if place.rank >= place.size:
-        raise RuntimeError(
-            f"the environment says that this is rank {place.rank} of {place.size}, counted from 0; {_BY_HAND}"
-        )
-    return place
+        return RankInfo(0, 1, 0)
+    if info.rank >= info.size:
+        raise RuntimeError(f"the environment says that this is rank {info.rank} of {info.size}, counted from 0; {_BY_HAND}")
+    return info
 
 
 def read_local_rank(environment: Mapping[str, str]) -> int:
@@ -130,7 +128,7 @@ def read_local_rank(environment: Mapping[str, str]) -> int:
     return next((_number(environment, name) for name in names if name in environment), 0)
 
 
-def meet(place: Place, timeout: timedelta, accelerator: str = "") -> Any:
+def meet(info: RankInfo, timeout: timedelta, accelerator: str = "") -> Any:
     """Wait for all processes of this start, and return the store through which they have met.
 
     No other process may use the ``accelerator`` of this name.
@@ -140,29 +138,29 @@ def meet(place: Place, timeout: timedelta, accelerator: str = "") -> Any:
         ValueError: two processes use one accelerator; all raise it.
     """
     # The store has what was published in it before: by the ranks that a launcher has restarted, and by these.
-    _meetings[place] += 1
-    store = PrefixStore(f"chainring/{place.start}/{_meetings[place]}", _open_store(place, timeout))
-    if store.add(f"arrived/{place.rank}", 1) > 1:
+    _meetings[info] += 1
+    store = PrefixStore(f"chainring/{info.start}/{_meetings[info]}", _open_store(info, timeout))
+    if store.add(f"arrived/{info.rank}", 1) > 1:
         raise RuntimeError(
-            f"two processes say that they are rank {place.rank} of {place.size}: RANK has one value in several tasks, or "
+            f"two processes say that they are rank {info.rank} of {info.size}: RANK has one value in several tasks, or "
             "two runs have one MASTER_ADDR and MASTER_PORT; give each task a RANK, and each run a port of its own"
         )
     if accelerator and store.add(f"accelerator/{accelerator}", 1) > 1:
-        store.set("conflict", f"rank {place.rank} has no accelerator of its own: another rank uses the one that it has")
-    if store.add("arrived", 1) == place.size:
+        store.set("conflict", f"rank {info.rank} has no accelerator of its own: another rank uses the one that it has")
+    if store.add("arrived", 1) == info.size:
         store.set("met", "")
     try:
         store.wait(["met"], timeout)
     except DistStoreError as error:
-        missing = [str(rank) for rank in range(place.size) if not store.check([f"arrived/{rank}"])]
+        missing = [str(rank) for rank in range(info.size) if not store.check([f"arrived/{rank}"])]
         raise RuntimeError(
-            f"of {place.size} ranks these have not come within {timeout.total_seconds():g} s: {', '.join(missing)}; check "
+            f"of {info.size} ranks these have not come within {timeout.total_seconds():g} s: {', '.join(missing)}; check "
             "that they were started, and what they have printed"
         ) from error
     if store.check(["conflict"]):
-        if store.add("told", 1) == place.size:
+        if store.add("told", 1) == info.size:
             store.set("all told", "")
-        if place.rank == 0:  # with its process the store ends
+        if info.rank == 0:  # with its process the store ends
             store.wait(["all told"], timeout)
         raise ValueError(
             f"{store.get('conflict').decode()}; start as many processes on a machine as it has accelerators, let each see "
@@ -198,8 +196,8 @@ def _launcher_of(environment: Mapping[str, str]) -> _Launcher | None:
     return found[0] if found else None
 
 
-def _place_by(launcher: _Launcher, environment: Mapping[str, str]) -> Place:
-    """Return the place of one of several tasks of a launcher other than torchrun."""
+def _rank_info_by(launcher: _Launcher, environment: Mapping[str, str]) -> RankInfo:
+    """Return the rank of one of several tasks of a launcher other than torchrun."""
     if launcher.rank not in environment:
         raise _cannot_meet(launcher, environment, f"{launcher.rank} is not set")
     for name, own in (("RANK", launcher.rank), ("WORLD_SIZE", launcher.size)):
@@ -224,7 +222,9 @@ def _place_by(launcher: _Launcher, environment: Mapping[str, str]) -> Place:
     start = "-".join([launcher.size, str(size), *names])
     # Below the ports that systems give to connections, and the same for all tasks of a start.
     port = 10_000 + zlib.crc32(start.encode()) % 20_000 if names else _DEFAULT_PORT
-    return Place(rank, size, local_rank, start, address, _number({"MASTER_PORT": str(port), **environment}, "MASTER_PORT"))
+    return RankInfo(
+        rank, size, local_rank, start, address, _number({"MASTER_PORT": str(port), **environment}, "MASTER_PORT")
+    )
 
 
 def _cannot_meet(launcher: _Launcher, environment: Mapping[str, str], reason: str) -> RuntimeError:
@@ -243,14 +243,14 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 @cache  # as long as this process lives, in which the ranks may meet again
-def _open_store(place: Place, timeout: timedelta) -> Any:
+def _open_store(info: RankInfo, timeout: timedelta) -> Any:
     """Return torchrun's store, or that of rank 0."""
-    if not place.address:
-        return next(rendezvous("env://", place.rank, place.size, timeout=timeout))[0]
+    if not info.address:
+        return next(rendezvous("env://", info.rank, info.size, timeout=timeout))[0]
     try:
-        return TCPStore(place.address, place.port, place.size, place.rank == 0, timeout, wait_for_workers=False)
+        return TCPStore(info.address, info.port, info.size, info.rank == 0, timeout, wait_for_workers=False)
     except DistNetworkError as error:
         raise RuntimeError(
-            f"the ranks cannot meet at {place.address}, port {place.port}: set MASTER_ADDR to the machine of rank 0, and "
+            f"the ranks cannot meet at {info.address}, port {info.port}: set MASTER_ADDR to the machine of rank 0, and "
             f"MASTER_PORT to a port that is free there and can be reached from the others, the same for all: {error}"
         ) from error

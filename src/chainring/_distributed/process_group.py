@@ -27,8 +27,8 @@ from chainring._distributed.communicator import (
     store_of_group,
 )
 from chainring._distributed.group import (
-    BESIDE,
-    OWN,
+    BACKGROUND_GROUP,
+    MAIN_GROUP,
     TIMEOUT,
     GroupCommunicator,
     connect_timeout,
@@ -39,7 +39,7 @@ from chainring._distributed.group import (
     set_timeout,
 )
 from chainring._distributed.heartbeat import Heartbeat
-from chainring._distributed.launchers import Place, meet, read_local_rank, read_place
+from chainring._distributed.launchers import RankInfo, meet, read_local_rank, read_rank_info
 from chainring._messages import mute
 from chainring.converters import Device, as_device, is_auto, set_device_of_rank
 
@@ -94,18 +94,22 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
             f"the longest work of one rank takes, or None for {TIMEOUT.total_seconds():g}"
         )
     started = dist.is_available() and dist.is_initialized()
-    place = Place(dist.get_rank(), dist.get_world_size(), read_local_rank(os.environ)) if started else read_place(os.environ)
-    rank_device = _device_of_rank(device, place.local_rank)
-    set_device_of_rank(rank_device, place.size > 1)
-    if place.size == 1 and not started:
+    info = (
+        RankInfo(dist.get_rank(), dist.get_world_size(), read_local_rank(os.environ))
+        if started
+        else read_rank_info(os.environ)
+    )
+    rank_device = _device_of_rank(device, info.local_rank)
+    set_device_of_rank(rank_device, info.size > 1)
+    if info.size == 1 and not started:
         alone = Communicator()
         alone.device = rank_device
         return alone
     if rank_device.type != "cpu":
         torch.accelerator.set_device_index(rank_device)
     _groups_joined += int(started)  # the same number on all ranks, for keys that no earlier communicator has used
-    store = store_of_group(f"joined/{_groups_joined}") if started else _start(place, rank_device, timeout)
-    world = ProcessGroupCommunicator(rank_device, place.local_rank, store, ends_group=not started, timeout=timeout)
+    store = store_of_group(f"joined/{_groups_joined}") if started else _start(info, rank_device, timeout)
+    world = ProcessGroupCommunicator(rank_device, info.local_rank, store, ends_group=not started, timeout=timeout)
     if mesh is None:
         return world
     if not hasattr(mesh, "get_coordinate") or not hasattr(mesh, "device_type"):
@@ -138,12 +142,12 @@ def _device_of_rank(device: Device, local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
-def _start(place: Place, device: torch.device, timeout: float | None) -> Any:
+def _start(info: RankInfo, device: torch.device, timeout: float | None) -> Any:
     """Start the process group, and return the store through which the ranks have met."""
-    rank, size = place.rank, place.size
+    rank, size = info.rank, info.size
     limit = TIMEOUT if timeout is None else timedelta(seconds=timeout)
     is_cuda = device.type == "cuda"
-    store = meet(place, limit, str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "")
+    store = meet(info, limit, str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=connect_timeout(size),
         device_id=device if is_cuda else None,
@@ -173,10 +177,10 @@ class ProcessGroupCommunicator(GroupCommunicator):
     ) -> None:
         self.timeout = TIMEOUT.total_seconds() if timeout is None else timeout
         self._failures: Heartbeat | None = None
-        description = BESIDE
+        description = BACKGROUND_GROUP
         if store is not None:
             self._failures = Heartbeat(store, dist.get_rank(), dist.get_world_size(), self.timeout, timeout is not None)
-            exchange, description = self._failures.exchange, OWN
+            exchange, description = self._failures.exchange, MAIN_GROUP
         super().__init__(new_group(description=description), exchange)
         self.local_rank, self.device = local_rank, device
         if "cpu:gloo" not in dist.get_backend_config(self._group):
@@ -291,10 +295,10 @@ class MeshCommunicator(GroupCommunicator):
                 "by init_device_mesh, which numbers the ranks in order"
             )
         groups = [new_group(ranks=column) for column in columns]
-        own = next(index for index, column in enumerate(columns) if world.rank in column)
-        super().__init__(groups[own], world.waiting)
+        column_here = next(index for index, column in enumerate(columns) if world.rank in column)
+        super().__init__(groups[column_here], world.waiting)
         self.local_rank, self.device = world.local_rank, world.device
-        self._world, self._columns, self._own = world, columns, own
+        self._world, self._columns, self._column_here = world, columns, column_here
         world.within.append(self)
 
     @property
@@ -307,7 +311,7 @@ class MeshCommunicator(GroupCommunicator):
 
     @property
     def data_ranks(self) -> Sequence[int]:
-        return self._columns[self._own]
+        return self._columns[self._column_here]
 
     @property
     def model_ranks(self) -> Sequence[int]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chainring._distributed.group import BESIDE, count_collectives
+from chainring._distributed.group import BACKGROUND_GROUP, count_collectives
 
 _LONGEST_STACK = 20_000  # characters
 _PAUSE = 5.0  # seconds without a turn of the watching thread that mean that this process was stopped
@@ -114,7 +114,7 @@ class Progress:
         before, self._turn_at = self._turn_at, time.monotonic()
         if self._turn_at > before + _PAUSE:
             self.awake_at = self._turn_at
-        seen = _read_position(), {name: row[0] for name, row in count_collectives().items() if row[2] != BESIDE}
+        seen = _read_position(), {name: row[0] for name, row in count_collectives().items() if row[2] != BACKGROUND_GROUP}
         if seen != self._seen:
             self._seen, self.changed_at = seen, self._turn_at
         if self.board >= 0:
@@ -145,7 +145,7 @@ class Progress:
         )  # fmt: skip
 
     def is_stalled(self, seconds: float) -> bool:
-        """Return whether this rank has waited for so long, or has done nothing of which others would know."""
+        """Return whether this rank has waited for so long, or has done nothing since that other ranks would notice."""
         since = min([self.changed_at, *(began for began, _ in list(self.waiting.values()))])
         return time.monotonic() > max(since, self.awake_at) + seconds
 
@@ -227,7 +227,7 @@ def this_process(board: int) -> Process:
 
 
 def _name_machine() -> str:
-    """Return what tells this machine, and the numbers of processes in this container, from others."""
+    """Return an identifier of this machine, and of the namespace of process numbers in this container."""
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

@@ -59,8 +59,8 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 def exchanged_by_fsdp(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters whose gradients `fully_shard` exchanges between ranks in each backward."""
-    places = [held._module_info for held in fsdp_parameters(model)]
-    return [getattr(place.module, place.param_name) for place in places]
+    infos = [fsdp_param._module_info for fsdp_param in fsdp_parameters(model)]
+    return [getattr(info.module, info.param_name) for info in infos]
 
 
 def find_misplaced(model: nn.Module, comm: Communicator) -> tuple[str, Any] | None:
@@ -205,7 +205,7 @@ def region_of(shard: Shard) -> Region:
 
 
 def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
-    """Return whether regions lie within a shape and cover it, each place once. Regions without elements do not matter."""
+    """Return whether regions cover a shape, each element once, and lie within it. Regions without elements do not matter."""
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in regions):
         return False
     regions = [region for region in regions if math.prod(region[1])]
@@ -226,9 +226,10 @@ _last_plans: WeakKeyDictionary[Communicator, tuple[bytes, list[list[int]]]] = We
 
 
 def assign_writers(tensors: Mapping[str, Any], comm: Communicator, busy: int = 0) -> dict[str, list[Shard]]:
-    """Return the shards that this rank writes of sharded tensors: all ranks together write each place once.
+    """Return the shards of tensors that this rank writes, so that all ranks together write every element once.
 
-    A shard that several ranks hold is written by the one with the least to write, where ``busy`` bytes are written beside.
+    A shard that several ranks hold is written by the one with the least to write; ``busy`` is how many other elements
+    this rank writes.
 
     Raises:
         ValueError: the shards on the ranks are not the whole of a tensor, once, or the ranks have other tensors.
@@ -274,10 +275,10 @@ def _digest(value: object) -> bytes:
     return hashlib.sha256(repr(value).encode()).digest()
 
 
-def _assign(about: Sequence[tuple[str, str, tuple[int, ...]]], ranks: Sequence[Any], own: int) -> list[list[int]]:
-    """Return for each tensor the indices of the regions that rank ``own`` writes."""
-    regions, firsts, beside = zip(*ranks, strict=True)
-    busy, sound = list(beside), set[Any]()
+def _assign(about: Sequence[tuple[str, str, tuple[int, ...]]], ranks: Sequence[Any], rank_here: int) -> list[list[int]]:
+    """Return for each tensor the indices of the regions that rank ``rank_here`` writes."""
+    regions, firsts, others = zip(*ranks, strict=True)
+    busy, sound = list(others), set[Any]()  # elements that each rank writes so far, and layouts that were checked
     writers: list[dict[Region, int]] = []
     mine: list[list[int]] = []
     for index, (name, _, shape) in enumerate(about):
@@ -304,7 +305,7 @@ def _assign(about: Sequence[tuple[str, str, tuple[int, ...]]], ranks: Sequence[A
                 writer = min(having, key=busy.__getitem__)
                 busy[writer] += math.prod(region[1])
             writers[index][region] = writer
-        mine.append([i for i, region in enumerate(regions[own][index]) if writers[index][region] == own])
+        mine.append([i for i, region in enumerate(regions[rank_here][index]) if writers[index][region] == rank_here])
     return mine
 
 
@@ -332,7 +333,7 @@ def as_summand(whole: Tensor, like: Any) -> Any:
 
 
 def is_summand(tensor: Any) -> bool:
-    """Return whether a tensor is a part of a sum, as `as_summand` makes it."""
+    """Return whether a tensor is a ``Partial`` ``DTensor``, as `as_summand` makes it."""
     return is_sharded(tensor) and all(placement.is_partial() for placement in tensor.placements)
 
 
@@ -389,11 +390,11 @@ def shard_model_like(model: nn.Module, like: nn.Module) -> None:
     meshes = [group.mesh_info.mesh for state in states for group in _fsdp_groups(state)]
     for state in states:
         placements: dict[nn.Parameter, Any] = {}
-        for parameter, held in _fsdp_parameters(state):
-            own = _counterpart_of(held, parameter, counterpart)
-            beside = len(_spec_before_fsdp(held).placements) if held.is_dtensor else 0  # dimensions that are not of the data
-            dimension = parameter.placements[parameter.device_mesh.ndim - 1 - beside].dim
-            placements[own] = sys.modules["torch.distributed.tensor"].Shard(dimension)
+        for parameter, fsdp_param in _fsdp_parameters(state):
+            copied = _counterpart_of(fsdp_param, parameter, counterpart)
+            n_others = len(_spec_before_fsdp(fsdp_param).placements) if fsdp_param.is_dtensor else 0  # not of the data
+            dimension = parameter.placements[parameter.device_mesh.ndim - 1 - n_others].dim
+            placements[copied] = sys.modules["torch.distributed.tensor"].Shard(dimension)
         modules = [counterpart[module] for module in state._modules]
         others = {parameter for module in modules for parameter in module.parameters()} - placements.keys()
         ignored = {parameter for parameter in others if not is_sharded(parameter)}  # which torch 2.6 cannot do
@@ -405,15 +406,15 @@ def shard_model_like(model: nn.Module, like: nn.Module) -> None:
 
 
 def fsdp_parameters(model: nn.Module) -> list[Any]:
-    """Return what `fully_shard` keeps of each parameter that it has sharded."""
-    return [held for state in _fsdp_states(model) for group in _fsdp_groups(state) for held in group.fsdp_params]
+    """Return the ``FSDPParam`` in which `fully_shard` keeps each parameter that it has sharded."""
+    return [fsdp_param for state in _fsdp_states(model) for group in _fsdp_groups(state) for fsdp_param in group.fsdp_params]
 
 
 def describe_fsdp(model: nn.Module) -> dict[str, str]:
     """Return how `fully_shard` was applied to each module of a model, by the module's name: in all but its mesh."""
     names = {id(module): name for name, module in model.named_modules()}
     settings = {id(module): _fsdp_settings(module._get_fsdp_state()) for module in fsdp_modules(model)}
-    return {names[key]: repr({k: v for k, v in each.items() if k != "mesh"}) for key, each in settings.items()}
+    return {names[key]: repr({k: v for k, v in applied.items() if k != "mesh"}) for key, applied in settings.items()}
 
 
 def _fsdp_settings(state: Any) -> dict[str, Any]:
@@ -430,7 +431,7 @@ def _fsdp_settings(state: Any) -> dict[str, Any]:
 
 
 def _fsdp_states(model: nn.Module) -> list[Any]:
-    """Return what `fully_shard` keeps of each of its calls, of inner modules first."""
+    """Return the ``FSDPState`` of each call of `fully_shard`, those of inner modules first."""
     return list(dict.fromkeys(module._get_fsdp_state() for module in reversed(fsdp_modules(model))))
 
 
@@ -441,7 +442,7 @@ def _fsdp_groups(state: Any) -> list[Any]:
 
 
 def _fsdp_parameters(state: Any) -> list[tuple[Any, Any]]:
-    """Return the parameters of a call of `fully_shard`, each with what is kept of it."""
+    """Return the parameters of a call of `fully_shard`, each with its ``FSDPParam``."""
     groups = _fsdp_groups(state)
     infos = [group.mesh_info for group in groups]
     are_known = all(hasattr(info, "shard_mesh_size") and not getattr(info, "is_spmd_mesh", False) for info in infos)
@@ -450,38 +451,43 @@ def _fsdp_parameters(state: Any) -> list[tuple[Any, Any]]:
             "a model that fully_shard has sharded over several meshes, or by dp_mesh_dims, cannot be copied by itself; copy "
             "it before it is sharded, and apply the same calls to the copy and to the model"
         )
-    kept = [held for group in groups for held in group.fsdp_params]
-    return [(getattr(held._module_info.module, held._module_info.param_name), held) for held in kept]
+    kept = [fsdp_param for group in groups for fsdp_param in group.fsdp_params]
+    return [(getattr(fsdp_param._module_info.module, fsdp_param._module_info.param_name), fsdp_param) for fsdp_param in kept]
 
 
-def _spec_before_fsdp(held: Any) -> Any:
+def _spec_before_fsdp(fsdp_param: Any) -> Any:
     """Return how a parameter was placed by `parallelize_module`, before `fully_shard`."""
-    spec = getattr(held, "_unsharded_dtensor_spec", None)
-    return held._tp_spec if spec is None else spec  # of older versions
+    spec = getattr(fsdp_param, "_unsharded_dtensor_spec", None)
+    return fsdp_param._tp_spec if spec is None else spec  # of older versions
 
 
-def _counterpart_of(held: Any, parameter: Any, counterpart: Mapping[nn.Module, nn.Module]) -> Any:
+def _counterpart_of(fsdp_param: Any, parameter: Any, counterpart: Mapping[nn.Module, nn.Module]) -> Any:
     """Return the parameter of a copy that stands for one of `fully_shard`, in the shape that it had before."""
-    place = held._module_info
-    own = getattr(counterpart[place.module], place.param_name)
-    if not held.is_dtensor:
-        if own.shape != parameter.shape:
-            own.data = own.new_empty(parameter.shape)
-        return own
-    if is_sharded(own):
-        return own
-    if own.numel():
+    info = fsdp_param._module_info
+    copied = getattr(counterpart[info.module], info.param_name)
+    if not fsdp_param.is_dtensor:
+        if copied.shape != parameter.shape:
+            copied.data = copied.new_empty(parameter.shape)
+        return copied
+    if is_sharded(copied):
+        return copied
+    if copied.numel():
         raise ValueError(
             "the model was made parallel by parallelize_module after its average was made, whose modules do not compute so; "
             "make the average after parallelize_module"
         )
-    spec = _spec_before_fsdp(held)
+    spec = _spec_before_fsdp(fsdp_param)
     made = sys.modules["torch.distributed.tensor"].DTensor.from_local(
-        own.new_empty(held._orig_size), spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        copied.new_empty(fsdp_param._orig_size),
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
     )
     made = nn.Parameter(made, parameter.requires_grad)
-    modules = [place.module, *place.shared_modules]
-    for module, name in zip(modules, [place.param_name, *place.shared_param_names], strict=True):
+    modules = [info.module, *info.shared_modules]
+    for module, name in zip(modules, [info.param_name, *info.shared_param_names], strict=True):
         setattr(counterpart[module], name, made)
     return made
 

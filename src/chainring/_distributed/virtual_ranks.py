@@ -88,11 +88,11 @@ class TreeSum:
         self._added += 1
         self.nodes = fold(self.nodes, self.count, _add_lists)
 
-    def select(self, places: Sequence[int], like: Sequence[Tensor]) -> TreeSum:
-        """Return the sum of the tensors at these places of each list; those that are missing are zeros ``like`` these."""
+    def select(self, indices: Sequence[int], like: Sequence[Tensor]) -> TreeSum:
+        """Return the sum of the tensors at these indices of each list; missing ones are zeros ``like`` these."""
         selected = TreeSum(range(0), self.count)
         for node, tensors in self.nodes.items():
-            selected.nodes[node] = [*_fill([tensors[place] for place in places], like)]
+            selected.nodes[node] = [*_fill([tensors[index] for index in indices], like)]
         return selected
 
     def finish(self, comm: Communicator, like: Sequence[Tensor]) -> list[Tensor | None]:
@@ -103,12 +103,12 @@ class TreeSum:
         if comm.size == 1:
             (sums,) = self.nodes.values()
             return sums
-        own = absent_of(list(self.nodes.values()))
-        find_whether_any = comm.start_max(len(own))
+        absent_here = absent_of(list(self.nodes.values()))
+        wait_for_any = comm.start_max(len(absent_here))
         exchange = Exchange(comm, self, like)
         exchange.start_all()
-        absent = set.intersection(*map(set, comm.gather_object(own))) if find_whether_any() else set()
-        return [None if place in absent else total for place, total in enumerate(exchange.finish())]
+        absent = set.intersection(*map(set, comm.gather_object(absent_here))) if wait_for_any() else set()
+        return [None if index in absent else total for index, total in enumerate(exchange.finish())]
 
     @torch.no_grad()
     def start_gather(self, comm: Communicator) -> Callable[[], Tensor]:
@@ -129,8 +129,8 @@ class TreeSum:
 
 
 def absent_of(lists: Sequence[Sequence[Tensor | None]]) -> list[int]:
-    """Return the places at which no list has a tensor."""
-    return [place for place, tensors in enumerate(zip(*lists, strict=True)) if all(tensor is None for tensor in tensors)]
+    """Return the indices at which no list has a tensor."""
+    return [index for index, tensors in enumerate(zip(*lists, strict=True)) if all(tensor is None for tensor in tensors)]
 
 
 class Exchange:
@@ -141,8 +141,8 @@ class Exchange:
     """
 
     def __init__(self, comm: Communicator, total: TreeSum, like: Sequence[Tensor]) -> None:
-        self.buckets = list(gradient_buckets(like))  # places in the lists
-        self.started = 0  # of these
+        self.buckets = list(gradient_buckets(like))  # of indices in the lists
+        self.started = 0  # of the buckets, how many
         self._comm, self._total, self._like = comm, total, like
         self._nodes = _nodes_of_ranks(comm.size, total.count)
         # A sum of two is the same in either order, so that of two nodes needs no order of ours.
@@ -152,12 +152,12 @@ class Exchange:
 
     @torch.no_grad()
     def start(self, leaf: Sequence[Tensor | None] | None = None) -> None:
-        """Send the next bucket, to which ``leaf`` adds what the next virtual rank has at its places."""
-        number, places = self.started, self.buckets[self.started]
-        nodes = {node: [tensors[place] for place in places] for node, tensors in self._total.nodes.items()}
+        """Send the next bucket; ``leaf`` are the tensors in it of the next virtual rank, which were not added before."""
+        number, indices = self.started, self.buckets[self.started]
+        nodes = {node: [tensors[index] for index in indices] for node, tensors in self._total.nodes.items()}
         if leaf is not None:
             nodes[self._total.next_leaf] = list(leaf)
-        like = [self._like[place] for place in places]
+        like = [self._like[index] for index in indices]
         rows = {node: _flatten(tensors, like, self._comm.size) for node, tensors in nodes.items()}
         remaining = sorted(fold(rows, self._total.count, Tensor.add_).items())
         self.started += 1
@@ -173,21 +173,21 @@ class Exchange:
     @torch.no_grad()
     def start_all(self, leaf: Sequence[Tensor | None] | None = None) -> None:
         """Send all buckets that were not sent yet, and the sums of all."""
-        for places in self.buckets[self.started :]:
-            self.start(None if leaf is None else [leaf[place] for place in places])
+        for indices in self.buckets[self.started :]:
+            self.start(None if leaf is None else [leaf[index] for index in indices])
         while self._sent:
             self._sum()
 
     def finish(self) -> list[Tensor]:
         """Return the sums, after all were sent."""
         sums: dict[int, Tensor] = {}
-        for number, places in enumerate(self.buckets):
+        for number, indices in enumerate(self.buckets):
             flat, start = self._summed[number]().view(-1), 0
-            for place in places:
-                tensor = self._like[place]
-                sums[place] = flat[start : start + tensor.numel()].view(tensor.shape)
+            for index in indices:
+                tensor = self._like[index]
+                sums[index] = flat[start : start + tensor.numel()].view(tensor.shape)
                 start += tensor.numel()
-        return [sums[place] for place in range(len(self._like))]
+        return [sums[index] for index in range(len(self._like))]
 
     def _sum(self) -> None:
         """Sum the slice of this rank of the first bucket whose sum was not sent yet, and send it."""
@@ -203,22 +203,22 @@ class Exchange:
 
 
 def _add_lists(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the sums, of which that of two that are there lies in the left one.
+    """Return the sums of two lists, tensor by tensor; where both have one, the left one is changed to the sum.
 
     ``None`` counts as zeros, which are really added: they turn -0.0 into 0.0, on one rank as between ranks.
     """
-    pairs = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
     sums = list(left)
-    for place, (one, other) in enumerate(zip(left, right, strict=True)):
-        if (one is None) != (other is None):
-            sums[place] = (other if one is None else one).add_(0)  # type: ignore[union-attr]
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        if (a is None) != (b is None):
+            sums[index] = (b if a is None else a).add_(0)  # type: ignore[union-attr]
     return sums
 
 
 def _fill(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors, with zeros in the place of those that are missing."""
+    """Return tensors, with zeros for those that are missing."""
     return [torch.zeros_like(zero) if tensor is None else tensor for tensor, zero in zip(tensors, like, strict=True)]
 
 

@@ -172,7 +172,7 @@ class Place(ABC):
 
     @abstractmethod
     def publish(self, draft: str, name: str, manifest: bytes) -> None:
-        """Give a draft, of which all files are written, its manifest and its name; discard it where that cannot be done."""
+        """Give a draft whose files are all written its manifest and its name; discard it where that cannot be done."""
 
     @abstractmethod
     def discard(self, draft: str) -> None:
@@ -183,7 +183,7 @@ class Place(ABC):
         return None
 
     def admits(self, name: str, stamp: str | None, digest: str) -> bool:
-        """Return whether a manifest is valid; one is not that its writer has put when the place was not its own any more."""
+        """Return whether a manifest is valid: not if its writer has put it after another run had taken the place."""
         return True
 
     @abstractmethod

@@ -27,7 +27,18 @@ from chainring._places.connection import PATIENCE, ChangedError, Connection, Pat
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MISSING", "PART", "PATIENCE", "Bucket", "ChangedError", "Entry", "Found", "Patience", "RemoteError", "Tag"]
+__all__ = [
+    "MISSING",
+    "PART",
+    "PATIENCE",
+    "Bucket",
+    "ChangedError",
+    "Entry",
+    "StoredObject",
+    "Patience",
+    "RemoteError",
+    "Tag",
+]
 
 PART = 8 << 20  # bytes of a part of an upload
 _PARTS = 10_000  # that stores take for one object
@@ -48,7 +59,7 @@ MISSING = Tag(None, None)
 """The state of an object that is not there."""
 
 
-class Found(NamedTuple):
+class StoredObject(NamedTuple):
     """The content of an object, and its state."""
 
     content: bytes
@@ -87,7 +98,7 @@ class Bucket:
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
 
-    def get(self, key: str) -> Found:
+    def get(self, key: str) -> StoredObject:
         """Return an object.
 
         Raises:
@@ -96,9 +107,9 @@ class Bucket:
         """
         path = self._path(key)
 
-        def request() -> Found:
+        def request() -> StoredObject:
             result = obstore().get(self._connection.asking, path)
-            return Found(bytes(result.bytes()), _tag(result.meta), result.meta["last_modified"])
+            return StoredObject(bytes(result.bytes()), _tag(result.meta), result.meta["last_modified"])
 
         return self._connection.call("read", f"{self.url}/{key}", request)
 
@@ -161,9 +172,9 @@ class Bucket:
             changed = ChangedError(f"{place} was removed by somebody else")
         if not changed.is_certain:  # an earlier try may have succeeded, and only its answer was lost
             with suppress(FileNotFoundError):
-                found = self.get(key)
-                if found.content == content:
-                    return found.tag
+                stored = self.get(key)
+                if stored.content == content:
+                    return stored.tag
         raise changed
 
     @contextmanager

@@ -24,15 +24,15 @@ Result = TypeVar("Result")
 _FIRST_PAUSE = 1 / 600  # of `Patience.retry`, before the second try; each is twice the one before
 _LONGEST_PAUSE = 1 / 8
 _PART_TRIES = 24  # of a part after the first, so that their pauses are `Patience.retry` together
-_OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+_HANDLED_BY_OBSTORE = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
              "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")  # fmt: skip
 _PROFILES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _KEYS_LAST = timedelta(minutes=5)  # after which credentials are asked for again
 
-_chance = random.Random()  # not the program's, whose state is that of its run
-_user: int | None = None  # the process in which obstore's threads run
+_random_pauses = random.Random()  # not the global generator, whose state belongs to the run
+_process_with_threads: int | None = None  # the process in which obstore's threads run
 
 
 class ChangedError(RemoteError):
@@ -96,11 +96,11 @@ class Connection:
             pass  # it may repeat a setting
         raise RemoteError(f"the settings for {url} cannot be used: check the variables AWS_..., GOOGLE_... or AZURE_...")
 
-    def call(self, deed: str, place: str, request: Callable[[], Result], *, tries_again: bool = True) -> Result:
+    def call(self, action: str, place: str, request: Callable[[], Result], *, tries_again: bool = True) -> Result:
         """Return what a request returns; it is tried again while that may help.
 
         Args:
-            deed: what is done to the place, such as "read", for messages.
+            action: what is done to the place, such as "read", for messages.
             place: the address.
             request: calls obstore, and nothing else.
             tries_again: False if the request tries again itself, or cannot be repeated.
@@ -110,13 +110,13 @@ class Connection:
             ChangedError: a condition does not hold.
             RemoteError: anything else.
         """
-        global _user
-        if _user not in (None, os.getpid()):  # obstore would wait for ever for its threads
+        global _process_with_threads
+        if _process_with_threads not in (None, os.getpid()):  # obstore would wait for ever for its threads
             raise RemoteError(
                 f"process {os.getpid()} was forked from one that has used an object store, and has not the threads which "
                 'that takes; start processes by "spawn" or "forkserver"'
             )
-        _user = os.getpid()
+        _process_with_threads = os.getpid()
         exceptions = obstore().exceptions
         begun, pause, was_sent = time.monotonic(), _FIRST_PAUSE * self._patience.retry, False
         while True:
@@ -144,8 +144,8 @@ class Connection:
             left = (retry if self._has_answered else min(start, retry)) - seconds
             if not (tries_again and trouble.heals) or left <= 0:
                 after = f" after {seconds:.0f} s" if seconds >= 1 else ""
-                raise RemoteError(f"{place} cannot be {deed}{after}: {trouble}")
-            time.sleep(min(pause * _chance.uniform(0.5, 1), left))
+                raise RemoteError(f"{place} cannot be {action}{after}: {trouble}")
+            time.sleep(min(pause * _random_pauses.uniform(0.5, 1), left))
             pause = min(2 * pause, _LONGEST_PAUSE * retry)
 
 
@@ -162,13 +162,13 @@ def obstore() -> Any:
 
 @functools.cache
 def _memory(name: str) -> Any:
-    """Return the one of a name in this process, which exists nowhere else."""
+    """Return the store of a name, which exists in the memory of this process alone."""
     return obstore().store.MemoryStore()
 
 
 def _credentials() -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
     """Return settings, and what asks for the keys of a profile: obstore finds all others itself."""
-    if any(os.environ.get(name) for name in _OWN_KEYS):
+    if any(os.environ.get(name) for name in _HANDLED_BY_OBSTORE):
         return {}, None
     try:
         import botocore.exceptions

@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from chainring._files import parse_strict
 from chainring._messages import warn
 from chainring._places.base import STAMP
-from chainring._places.bucket import MISSING, Bucket, ChangedError, Found, RemoteError, Tag
+from chainring._places.bucket import MISSING, Bucket, ChangedError, RemoteError, StoredObject, Tag
 
 SECONDS = 30  # for which nobody else takes an index that was replaced
 PERIOD = 9.0  # seconds between replacements
@@ -133,11 +133,11 @@ def stamp_of(manifest: bytes) -> str | None:
 
 def read_record(bucket: Bucket) -> Record | None:
     """Return what the index under an address says, ``None`` if there is none; raise `RemoteError` if it is damaged."""
-    found = _read(bucket)
-    return None if found is None else Record.parse(found.content, f"{bucket.url}/{KEY}")
+    stored = _read(bucket)
+    return None if stored is None else Record.parse(stored.content, f"{bucket.url}/{KEY}")
 
 
-def _read(bucket: Bucket) -> Found | None:
+def _read(bucket: Bucket) -> StoredObject | None:
     try:
         return bucket.get(KEY)
     except FileNotFoundError:
@@ -191,11 +191,11 @@ class Index:
     def _take(self, seconds: int) -> tuple[Record, Tag]:
         """Put the first record of a new holder; return it, and the state of the object then."""
         for _ in range(_TRIES):
-            found = _read(self._bucket)
+            stored = _read(self._bucket)
             run, token, snapshots, links = secrets.token_hex(8), 0, dict[str, str](), dict[str, str]()
-            if found is not None:
-                earlier = Record.parse(found.content, self._address)
-                self._refuse(earlier, found)
+            if stored is not None:
+                earlier = Record.parse(stored.content, self._address)
+                self._refuse(earlier, stored)
                 run, token, snapshots, links = earlier.run, earlier.token, earlier.snapshots, earlier.links
             record = Record(
                 run=run, token=token + 1, snapshots=snapshots, links=links, is_held=True, seconds=seconds,
@@ -205,19 +205,19 @@ class Index:
             self._replaced = self._clock()
             _held.add(record.holder)
             try:
-                return record, self._bucket.put(KEY, record.encode(), MISSING if found is None else found.tag)
+                return record, self._bucket.put(KEY, record.encode(), MISSING if stored is None else stored.tag)
             except BaseException as error:
                 _held.discard(record.holder)
                 if not isinstance(error, (ChangedError, FileNotFoundError)):  # somebody else was faster
                     raise
         raise RemoteError(f"{self._address} is written again and again; try again later")
 
-    def _refuse(self, holder: Record, found: Found) -> None:
+    def _refuse(self, holder: Record, stored: StoredObject) -> None:
         """Raise an error if an index may not be taken."""
         if not holder.is_held or _has_ended(holder):
             return
         self._bucket.put(_CLOCK, secrets.token_bytes(8))
-        age = (self._bucket.head(_CLOCK).modified - found.modified).total_seconds()
+        age = (self._bucket.head(_CLOCK).modified - stored.modified).total_seconds()
         left = math.ceil(holder.seconds + _RESOLUTION - age)
         if left > 0:
             raise BlockingIOError(
@@ -288,20 +288,20 @@ class Index:
             try:
                 self._tag = self._bucket.put(KEY, record.encode(), self._tag)
             except (ChangedError, FileNotFoundError):
-                found = _read(self._bucket)
+                stored = _read(self._bucket)
             else:
                 self.record, self._replaced = record, began
                 return
             reason = "its lease was removed"
-            if found is not None:
+            if stored is not None:
                 try:
-                    other = Record.parse(found.content, self._address)
-                    reason = f"{other.writer} has taken its lease"
+                    holder = Record.parse(stored.content, self._address)
+                    reason = f"{holder.writer} has taken its lease"
                 except RemoteError as error:
                     reason = str(error)
                 else:
-                    if other.holder == record.holder:  # of an earlier request of ours, to which no answer came
-                        self._tag = found.tag
+                    if holder.holder == record.holder:  # written by an earlier request of ours, of which the answer was lost
+                        self._tag = stored.tag
                         continue
             _held.discard(record.holder)
             self._lost = f"{self._bucket.url} is not this run's any more: {reason}. Stop one of both, or choose another out"
@@ -355,7 +355,7 @@ def _namespace() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what the system says of a process from its state on, or nothing where it does not."""
+    """Return the fields of ``/proc/<pid>/stat`` from the state on, or none where there is no such file."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

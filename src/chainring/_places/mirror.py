@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NamedTuple
 from chainring._files import is_regular, open_regular, parse_strict
 from chainring._messages import OneTimeWarning, warn
 from chainring._places.base import MANIFEST
-from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, Entry, Found, RemoteError, Tag
+from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, Entry, RemoteError, StoredObject, Tag
 from chainring._places.index import Index, LeaseLostError
 
 LOOK = 10.0  # seconds between looks for files that have changed
@@ -219,7 +219,7 @@ class Mirror:
         """Copy an object into the directory, unless it is a link, or was deleted meanwhile."""
         path, hasher = self.folder / name, hashlib.blake2b()
         try:
-            head: Found | Entry
+            head: StoredObject | Entry
             if entry.size <= PART:
                 head = self._bucket.get(name)
                 if read_link(entry, head.content):
@@ -305,14 +305,14 @@ class Mirror:
 
     def _put_archived(self) -> None:
         """Put what was moved into an archive, before anything else is written over the objects that it had."""
-        there, _ = self._scan(_ARCHIVES)
-        new = [name for name in there if self._file(name).tag == MISSING and name not in self._left_out]
+        files, _ = self._scan(_ARCHIVES)
+        new = [name for name in files if self._file(name).tag == MISSING and name not in self._left_out]
         if errors := _call_for_each(self._put_file, new):
             raise errors[0]
 
     def _scan(self, folders: Iterable[str] = ("",)) -> tuple[dict[str, _Status], tuple[str, ...]]:
-        """Return the files there are, and beginnings of the names of those that cannot be seen."""
-        there: dict[str, _Status] = {}
+        """Return the files, and the beginnings of the names of those in folders that cannot be read."""
+        files: dict[str, _Status] = {}
         hidden, waiting = [], list(folders)
         while waiting:
             folder = waiting.pop()
@@ -326,14 +326,14 @@ class Mirror:
                             waiting.append(f"{name}/")
                         elif entry.is_file(follow_symlinks=False):
                             with suppress(FileNotFoundError):
-                                there[name] = _status(entry.stat(follow_symlinks=False))
+                                files[name] = _status(entry.stat(follow_symlinks=False))
             except (FileNotFoundError, NotADirectoryError):
                 if not folder:
                     raise RemoteError(f"the working directory of the run was removed: {self.folder}") from None
             except OSError as error:
                 hidden.append(folder)
                 self._leave_out(folder, f"it cannot be read ({error.strerror})")
-        return there, tuple(hidden)
+        return files, tuple(hidden)
 
     def _put_file(self, name: str) -> None:
         """Put a file as it is, up to its size when this begins, unless it is as it was put."""

@@ -28,9 +28,9 @@ CAUSES = ("batch", "module", "loss", "gradient", "generators", "value", "state",
 """Kinds of things, in the order in which an iteration has them."""
 
 _WORDS = {"generators": "the random generators", "gradient": "the gradient of"}
-_OF_BOTH = ("loss", "settings")
+_NEED_BOTH = ("loss", "settings")
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a floating-point number
-_MOST_FOUND = 20  # differences of one snapshot that are kept
+_MAX_KEPT = 20  # differences of one snapshot that are kept
 _ORDER = ("updater/iterator:", "generators/", "observation/", "updater/", "extensions/")  # of paths, causes first
 _LEFT_OUT = ("updater/settings/",)  # which are compared as settings
 _RATES = "/param_groups/"  # which come before the tensors that they change
@@ -45,7 +45,7 @@ class Difference:
     what: str  # the kind of thing
     name: str = ""  # its key or path
     text: str = ""  # both values, or by how much they differ
-    after: int | None = None  # the last iteration before of which the same thing was compared, and is the same
+    after: int | None = None  # the last earlier iteration in which the same thing was compared and was equal
 
     @property
     def named(self) -> str:
@@ -73,7 +73,7 @@ def differences(a: Trace, b: Trace, kinds: Iterable[str], left_out: Container[st
             values_a, values_b = a[iteration].get(kind, {}), b[iteration].get(kind, {})
             for name in dict.fromkeys([*values_a, *values_b]):
                 value_a, value_b = values_a.get(name, "nothing"), values_b.get(name, "nothing")
-                is_compared = name not in left_out and (kind not in _OF_BOTH or (name in values_a and name in values_b))
+                is_compared = name not in left_out and (kind not in _NEED_BOTH or (name in values_a and name in values_b))
                 if is_compared and value_a != value_b:
                     differing.append(Difference(iteration, kind, name, f"{value_a} -> {value_b}", iteration - 1))
         if differing:
@@ -92,7 +92,7 @@ def first_difference(a: Trace, b: Trace, kinds: Iterable[str], left_out: Contain
     if first.what == "loss":
         return first
     names = a[first.iteration].get(first.what, {}).keys() | b[first.iteration].get(first.what, {}).keys()
-    return replace(first, text=f"{sum(each.what == first.what for each in differing)} of {len(names)} differ")
+    return replace(first, text=f"{sum(difference.what == first.what for difference in differing)} of {len(names)} differ")
 
 
 def describe_difference(a: Any, b: Any) -> str | None:
@@ -321,8 +321,8 @@ def _compare_logs(comparison: Comparison, name: str, a: FinishedRun, b: Finished
                 continue
             text, text_b = repr(value), repr(row_b.values[key])
             if value != row_b.values[key] and text != text_b:
-                found = Difference(row.iteration, _kind_of_value(key), key, f"{text} -> {text_b}", row.after)
-                comparison.differences.append(found)
+                difference = Difference(row.iteration, _kind_of_value(key), key, f"{text} -> {text_b}", row.after)
+                comparison.differences.append(difference)
                 return
         comparison.add_same(row.iteration)
 
@@ -332,7 +332,7 @@ def _kind_of_value(key: str) -> str:
 
 
 def _compare_snapshots(comparison: Comparison, a: FinishedRun, b: FinishedRun) -> None:
-    """Compare the snapshots of the same iterations, up to the first of which a tensor differs."""
+    """Compare the snapshots of the same iterations, up to the first with a different tensor."""
     common = sorted(a.snapshots.keys() & b.snapshots.keys())
     if not common and a.snapshots and b.snapshots:
         comparison.not_compared.append("snapshots, which are of different iterations")
@@ -342,17 +342,17 @@ def _compare_snapshots(comparison: Comparison, a: FinishedRun, b: FinishedRun) -
         if first is not None and iteration > first.iteration and comparison.first_of("tensor") is not None:
             break
         try:
-            found = _compare_saved(a, b, iteration, compared[-1] if compared else None)
+            differences_here = _compare_saved(a, b, iteration, compared[-1] if compared else None)
         except FileNotFoundError:  # a run that continues has removed it
             continue
         except (CorruptError, OSError, ValueError) as error:
             comparison.not_compared.append(f"the snapshots of iteration {iteration}: {error}")
             continue
-        comparison.differences += found
+        comparison.differences += differences_here
         compared.append(iteration)
-        if any(difference.what == "tensor" for difference in found):
+        if any(difference.what == "tensor" for difference in differences_here):
             break
-        if not found:
+        if not differences_here:
             comparison.add_same(iteration, tensors=True)
     if compared:
         comparison.compared.append(f"the snapshots of {_ranges(compared)}, bit for bit")
@@ -362,7 +362,7 @@ def _compare_saved(a: FinishedRun, b: FinishedRun, iteration: int, after: int | 
     """Return what differs in the snapshots of an iteration: the first few values, and a tensor if there is one."""
     with a.opened(iteration) as state, b.opened(iteration) as state_b:
         differing = (replace(found, after=after) for found in _differing_values(a, b, state, state_b, iteration))
-        kept = list(itertools.islice(differing, _MOST_FOUND))
+        kept = list(itertools.islice(differing, _MAX_KEPT))
         if not any(found.what == "tensor" for found in kept):
             kept += itertools.islice((found for found in differing if found.what == "tensor"), 1)
     return kept

@@ -64,7 +64,7 @@ class Evidence:
     logged: set[str] = field(default_factory=set)  # the keys in the rows of the logs
 
     def first_unknown(self, condition: Condition) -> int:
-        """Return the first iteration of which it is not known that the condition does not hold."""
+        """Return the first iteration in which the condition may hold."""
         iteration = self.begin + 1
         while iteration in self.values and not condition.holds(self.values[iteration]):
             iteration += 1
@@ -82,7 +82,7 @@ class Evidence:
 
 
 def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
-    """Return what the recorder and the logs of a run tell of a key, and its snapshots."""
+    """Return the values of a key in the recorder and the logs of a run, and its snapshots."""
     begin = max(int(start_in_force(read_record(run.directory), 0).get("iteration", 0)), 0)  # above 0 after another run
     last = max((manifest.iteration for _, manifest in run.store.listing() if manifest is not None), default=0)
     evidence = Evidence(begin, last)

@@ -68,11 +68,11 @@ class Source:
 
     @property
     def _generators(self) -> list[torch.Generator]:
-        """Those of the loader and its samplers, which have another state at the start of each pass."""
+        """The generators of the loader and its samplers, whose states differ from pass to pass."""
         generators = [getattr(owner, "generator", None) for owner in (self.loader, *self.samplers)]
         return list({id(item): item for item in generators if isinstance(item, torch.Generator)}.values())
 
-    def find_cut(self) -> str | None:
+    def find_split(self) -> str | None:
         """Return what has visibly given each rank its own share of the data, and the remedy."""
         for sampler in self.samplers:
             ranks = max(getattr(sampler, "num_replicas", 1) or 1, getattr(sampler, "num_processes", 1) or 1)
@@ -95,7 +95,7 @@ class Source:
                 generator.set_state(states[str(i)])
 
     def begin(self, releases: list[Callable[[], Any]]) -> Any:
-        """Begin a pass; to ``releases`` is added what is to be called before it is ended."""
+        """Begin a pass; what is to be called before it ends is appended to ``releases``."""
         if callable(self.loader) and not isinstance(self.loader, Iterable):
             return source_of(self.loader()).begin(releases)
         return iter(self.loader)
@@ -110,13 +110,15 @@ class TorchLoader(Source):
         dataset: Any = getattr(loader, "dataset", None)
         self._dataset = source_of(dataset)
         # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
-        self.may_draw = not self._n_workers or not all(_is_of(sampler, "torch.utils.data") for sampler in self.samplers)
+        self.may_draw = not self._n_workers or not all(
+            _is_defined_in(sampler, "torch.utils.data") for sampler in self.samplers
+        )
         self.has_end = self._dataset.has_end
         self.state_gap, self.inexactness = self._dataset.state_gap, self._dataset.inexactness
         if self._n_workers:
             is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
             has_no_code = is_table or type(dataset) in (TensorDataset, list, tuple)
-            if not has_no_code or not _is_of(getattr(loader, "collate_fn", None), "torch.utils.data"):
+            if not has_no_code or not _is_defined_in(getattr(loader, "collate_fn", None), "torch.utils.data"):
                 self.state_gap = "the random generators of its workers"
             if not getattr(loader, "in_order", True) and self.inexactness is None:
                 self.inexactness = "with in_order=False batches come in the order in which the workers finish; leave it True"
@@ -126,8 +128,8 @@ class TorchLoader(Source):
         is_indexed = isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset)
         return _length(self.loader.dataset) if is_indexed else None
 
-    def find_cut(self) -> str | None:
-        return super().find_cut() or self._dataset.find_cut()
+    def find_split(self) -> str | None:
+        return super().find_split() or self._dataset.find_split()
 
     def begin(self, releases: list[Callable[[], Any]]) -> Any:
         """Begin a pass, with workers that leave signals to the trainer and end with the pass."""
@@ -162,7 +164,7 @@ class Stream(Source):
                 self.has_end = False
             if hasattr(step, "buffer_size"):
                 self.state_gap = self.state_gap or "the examples in its shuffle buffer"
-            elif getattr(step, "batched", False) and not _is_of(getattr(step, "function", None), "datasets."):
+            elif getattr(step, "batched", False) and not _is_defined_in(getattr(step, "function", None), "datasets."):
                 gap = "the position in a batched map, which may draw for many examples at once"
                 self.state_gap = self.state_gap or gap
             generator: Any = getattr(step, "generator", None)
@@ -172,14 +174,14 @@ class Stream(Source):
                 remedy = "write shuffle(seed=...)"
                 self.inexactness = f"its stream is shuffled without a seed, in another order each time; {remedy}"
 
-    def find_cut(self) -> str | None:
+    def find_split(self) -> str | None:
         world_size = getattr(getattr(self.loader, "_distributed", None), "world_size", 1)
         cut = f"split_dataset_by_node has already split the data into {world_size} shares: leave it out"
-        return cut if world_size > 1 else super().find_cut()
+        return cut if world_size > 1 else super().find_split()
 
 
 def source_of(loader: Any) -> Source:
-    """Return what is known of a source."""
+    """Wrap a source in the class that knows its kind."""
     if hasattr(loader, "num_workers"):
         return TorchLoader(loader)
     return Stream(loader) if hasattr(loader, "_ex_iterable") else Source(loader)
@@ -196,7 +198,7 @@ def is_from_data(error: StopIteration, begun: Any) -> bool:
     return bool(called) and called[0] != "__next__"  # in which an iterable dataset may end
 
 
-def _is_of(value: Any, package: str) -> bool:
+def _is_defined_in(value: Any, package: str) -> bool:
     """Return whether a function, or the class of an object, was defined in a package."""
     return str(getattr(value, "__module__", "") or "").startswith(package)
 
@@ -226,8 +228,8 @@ class _WorkerGuard:
 class Position(NamedTuple):
     """A position between two batches."""
 
-    passes: int  # over the loader that were begun
-    taken: int  # batches of the last pass that were fetched; 0 if it is over
+    passes: int  # how many were begun
+    taken: int  # how many batches of the last pass were fetched; 0 if it is over
     generators: dict[str, Any]  # the states of the loader's own generators at the beginning of that pass
     loader_state: Any = None  # the loader's own, and that of its generators: kept if a batch beyond it was fetched
     current_generators: dict[str, Any] | None = None
@@ -302,12 +304,12 @@ class Passes:
     def take(self) -> Batch:
         """Return the next batch of the pass, or raise ``StopIteration`` at its end."""
         batch = self._take_together() if self.has_shares else self._fetch()
-        comm, is_cut = self._owner.comm, self._owner.per_rank
-        if self.position.taken == 0 and comm is not None and (not is_cut or comm.world.size > comm.size):
+        comm, per_rank = self._owner.comm, self._owner.per_rank
+        if self.position.taken == 0 and comm is not None and (not per_rank or comm.world.size > comm.size):
             sums = comm.world.gather_object((comm.rank, digest(*contents(batch))))
             name, kind = self._owner.name, type(self._source.loader).__name__
-            # Each would take its rows of a part of the data, or compute a part of the model for other examples.
-            if not is_cut and len({checksum for _, checksum in sums}) > 1:
+            # Otherwise ranks would take rows of different batches, or compute parts of the model on different examples.
+            if not per_rank and len({checksum for _, checksum in sums}) > 1:
                 raise ValueError(
                     f"the {len(sums)} ranks share every batch of iterator {name!r} by its rows, and its loader "
                     f"({kind}) gives them different ones. If it gives each rank its own share, "

@@ -191,7 +191,7 @@ class Iterator(Stateful):
         self._restore_counters([serializer(name, getattr(self, name)) for name in _COUNTERS])
 
     def batch_end(self) -> Any:
-        """Return where the batch last returned ends, for `batch_digest`."""
+        """Return the position after the batch last returned, for `batch_digest`."""
         return None
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:

@@ -211,7 +211,7 @@ class LoaderIterator(Iterator):
                 f"ranks, and iterator {self.name!r} gives each of {size} its own share (per_rank=True), so that none knows "
                 "them; let all ranks read the same batches: leave per_rank out, and what cuts the data"
             )
-        if size > 1 and not self.per_rank and (what := self._source.find_cut()) is not None:
+        if size > 1 and not self.per_rank and (what := self._source.find_split()) is not None:
             raise ValueError(
                 f"iterator {self.name!r} gives each of {size} ranks its share of every batch, and {what}; the batch "
                 "size is that of all ranks together. Or say that each rank is given its own share: "

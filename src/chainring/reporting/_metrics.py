@@ -1,4 +1,4 @@
-"""Metric objects: those of models, and what they have counted on several ranks, added up."""
+"""Metric objects: those that are attributes of models, and the sums of their counts over ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
     to that interval and then end it.
     """
     slots = [attribute for model in models for attribute in _metric_attributes(model)]
-    # One for all, so that a metric under two names is one copy.
+    # One memo for all, so that a metric under two names is copied once.
     memo = shared_by_copies(part for _, _, metric in slots for part in parts_of(metric) if hasattr(part, "__dict__"))
     copies = [copy.deepcopy(metric, memo) for _, _, metric in slots]
     try:
@@ -54,11 +54,11 @@ def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
 def uncounted(models: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Return a context that undoes what metrics that are attributes of submodules have counted in it; not in buffers."""
     metrics = [metric for model in models for *_, metric in _metric_attributes(model)]
-    return undone(metrics, but=("_buffers", "_modules", "_parameters"))
+    return restored(metrics, but=("_buffers", "_modules", "_parameters"))
 
 
 @contextmanager
-def undone(metrics: Iterable[Any], but: Collection[str] = ()) -> Generator[None]:
+def restored(metrics: Iterable[Any], but: Collection[str] = ()) -> Generator[None]:
     """Put metrics back as they were at the end of the context, except for some of their attributes."""
     counting = {id(metric): metric for metric in metrics if hasattr(metric, "__dict__")}.values()
     states = [
@@ -122,7 +122,7 @@ def _over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
     state, start = getattr(metric, "__dict__", {}), getattr(total, "__dict__", {})
     changed = {name: value for name, value in state.items() if not _is_same(value, start.get(name))}
     no_counts = [name for name, value in changed.items() if not _is_count(value, start.get(name))]
-    counts = {name: _to("cpu", value) for name, value in changed.items() if name not in no_counts}
+    counts = {name: _move("cpu", value) for name, value in changed.items() if name not in no_counts}
     gathered = comm.gather_object((counts, no_counts if hasattr(metric, "__dict__") else ["__slots__"]))
     if refused := sorted({name for _, names in gathered for name in names}):
         raise ValueError(
@@ -137,7 +137,7 @@ def _over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
     for name in dict.fromkeys(name for counts, _ in gathered for name in counts):
         values = [counts[name] for counts, _ in gathered if name in counts]
         tensors = [leaf for leaf in tree_leaves(changed.get(name)) if isinstance(leaf, Tensor)]
-        start[name] = _to(tensors[0].device if tensors else "cpu", _add(values, _to("cpu", start.get(name))))
+        start[name] = _move(tensors[0].device if tensors else "cpu", _add(values, _move("cpu", start.get(name))))
     return total
 
 
@@ -178,7 +178,7 @@ def _is_same(value: Any, start: Any) -> bool:
 
 
 def _is_count(value: Any, start: Any) -> bool:
-    """Return whether a value is whole numbers, in the structure that it has at the start."""
+    """Return whether a value is made of whole numbers, in the same structure as at the start."""
     if isinstance(value, Mapping):
         return isinstance(start, Mapping) and all(_is_count(item, start.get(key, 0)) for key, item in value.items())
     if isinstance(value, list):
@@ -196,7 +196,7 @@ def _is_count(value: Any, start: Any) -> bool:
 
 
 def _add(values: list[Any], start: Any) -> Any:
-    """Return the start, and added to it what each of the values has more."""
+    """Return the start plus what each of the values has counted beyond it."""
     if isinstance(start, Mapping):
         total: Any = copy.copy(values[0])
         for key in dict.fromkeys(key for value in values for key in value):
@@ -207,5 +207,5 @@ def _add(values: list[Any], start: Any) -> Any:
     return start + sum(value - start for value in values)
 
 
-def _to(device: Any, value: Any) -> Any:
+def _move(device: Any, value: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), value)

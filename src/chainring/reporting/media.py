@@ -111,7 +111,7 @@ def media_to_json(media: Media) -> dict[str, Any]:
 
 
 def media_from_json(content: dict[str, Any]) -> Media:
-    """Return what `media_to_json` was given."""
+    """Return the media that `media_to_json` has made this JSON of."""
     kind, values = content["kind"], {key: value for key, value in content.items() if key != "kind"}
     if kind == "image":
         png = base64.b64decode(values["png"])  # as `Image.png` makes it

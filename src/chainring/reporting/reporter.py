@@ -170,18 +170,19 @@ class Reporter:
 
 class _Scope:
     # hot path: "in stages (an own update_core)": a generator-based context manager costs a microsecond an iteration more
-    __slots__ = ("_other", "_outer", "_reporter")
+    __slots__ = ("_outer", "_reporter", "_swapped")
 
     def __init__(self, reporter: Reporter, observation: dict[str, Any]) -> None:
-        self._reporter, self._other = reporter, Reported(observation)
+        self._reporter = reporter
+        self._swapped = Reported(observation)  # that of the scope outside of it, and the outer one inside
 
     def __enter__(self) -> None:
         reporter = self._reporter
         self._outer, current.reporter = current.reporter, reporter
-        self._other, reporter.reported = reporter.reported, self._other
+        self._swapped, reporter.reported = reporter.reported, self._swapped
 
     def __exit__(self, *error: object) -> None:
-        self._reporter.reported = self._other
+        self._reporter.reported = self._swapped
         current.reporter = self._outer
 
 

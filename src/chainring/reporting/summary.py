@@ -108,7 +108,7 @@ def _from_words(words: Sequence[int]) -> int:
 
 
 class Moments:
-    """What a weighted mean, and a deviation, need to know of any number of values.
+    """The sums from which a weighted mean, and a deviation, of any number of values are computed.
 
     The mean is of the products value x weight, rounded to float64 as they are; the deviation is of exact products. It is
     counted only ``with_deviation``, since it costs a microsecond a value.
@@ -143,7 +143,7 @@ class Moments:
         self.products.merge(other.products)
         self.weights.merge(other.weights)
         self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
-        self.powers = [mine + its for mine, its in zip(self.powers, other.powers, strict=True)]
+        self.powers = [power + other_power for power, other_power in zip(self.powers, other.powers, strict=True)]
 
     def deviation(self) -> float:
         """Return the weighted population standard deviation; NaN if there is none."""

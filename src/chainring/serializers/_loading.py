@@ -105,10 +105,10 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         answers = comm.world.gather_object((failure and f"{type(failure).__name__}: {failure}", content))
         if failure is not None:
             raise failure
-        for rank, (reason, found) in enumerate(answers):
+        for rank, (reason, fingerprint) in enumerate(answers):
             if reason is not None:
                 raise RankFailed(f"{path} could not be loaded by rank {rank}: {reason}")
-            if found != answers[0][1]:
+            if fingerprint != answers[0][1]:
                 raise ValueError(f"{path} is not the same on rank {rank} as on rank 0: give all ranks the same checkpoint")
         if plan is not None:
             report = plan.apply()
@@ -178,8 +178,8 @@ def _load_file(source: Place, obj: Any, path: str, strict: bool, comm: Communica
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     entries, clean = state_entries(obj), name_cleaner(obj)
     names = {clean(name): name for name in entries}  # its own may stand below prefixes of wrappers
-    found = {names.get(name, name): value for name, value in tensors.items()}
-    load_entries(obj, {name: shard_like(value, entries.get(name)) for name, value in found.items()}, strict)
+    renamed = {names.get(name, name): value for name, value in tensors.items()}
+    load_entries(obj, {name: shard_like(value, entries.get(name)) for name, value in renamed.items()}, strict)
     if parts := own_states(unwrap(obj)):
         paths = ", ".join(f"{type(part).__name__} at {path!r}" for path, part in parts)
         warn(
@@ -289,11 +289,11 @@ class StoredTensors:
         # One rank verifies all of a snapshot on its disk before anything is filled; of one that is far away each byte is
         # read once, and verified on the way.
         self._is_verified = source.is_local and comm.size == 1
-        about: Any = self._on_all(lambda: self._look() if comm.rank == 0 else None)[0]
+        about: Any = self._on_all(lambda: self._read_manifest_and_state() if comm.rank == 0 else None)[0]
         self.manifest: Manifest = about[0]
         self.text: bytes = about[1]
         self._parts: dict[str, list[_Part]] = {}
-        self.tensors = self._assemble(itertools.chain.from_iterable(self._on_all(self._open)))
+        self.tensors = self._assemble(itertools.chain.from_iterable(self._on_all(self._open_files)))
 
     def __enter__(self) -> StoredTensors:
         return self
@@ -323,7 +323,7 @@ class StoredTensors:
             parts = {name: self._parts[name] for name in requests[0].keys() & self._parts.keys()}
             in_order = sorted(parts, key=lambda name: (parts[name][0].file.path, parts[name][0].start))
             offers: list[Offer] = self._gather(
-                {name: [(p.region, _find_needs(requests, name, p.region)) for p in parts[name]] for name in in_order}
+                {name: [(p.region, _ranks_that_need(requests, name, p.region)) for p in parts[name]] for name in in_order}
             )
             dtypes = {name: self.tensors[name].dtype for name in requests[0]}
             stream = _Stream(self._comm, self._parts, dtypes, requests, offers, wanted)
@@ -379,7 +379,7 @@ class StoredTensors:
                 raise failure
         return [result for result, _ in answers]
 
-    def _look(self) -> tuple[Manifest, bytes]:
+    def _read_manifest_and_state(self) -> tuple[Manifest, bytes]:
         manifest = self._source.verify(content=self._is_verified)
         if STATE not in manifest.files:
             raise CorruptError(f"{self._source} has no {STATE}")
@@ -388,7 +388,7 @@ class StoredTensors:
             raise CorruptError(f"{self._source}/{STATE} has other bytes than were written")
         return manifest, text
 
-    def _open(self) -> list[_Described]:
+    def _open_files(self) -> list[_Described]:
         """Open the files that this rank reads, or reads some of; return what it reads of each tensor.
 
         A file is read by the rank that wrote it, where there are as many as then. Small tensors are read at once.
@@ -407,9 +407,10 @@ class StoredTensors:
             crcs = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
             if not self._is_verified and (len(crcs) != count or crcs[0] != zlib.crc32(header)):
                 raise CorruptError(f"{file.path} has other bytes than were written")
+            # Each part goes to the reader that has the fewest bytes so far, in the same way on all ranks.
             read, mine = dict.fromkeys(readers, 0), set()
             for number, (start, end) in sorted({entry.part: entry.span for entry in stored.values()}.items()):
-                reader = min(readers, key=read.__getitem__)  # each reads as many bytes as the others
+                reader = min(readers, key=read.__getitem__)
                 read[reader] += end - start
                 if reader == rank:
                     mine.add(number)
@@ -431,7 +432,7 @@ class StoredTensors:
         return described
 
     def _assemble(self, described: Iterable[_Described]) -> dict[str, Tensor | StoredTensor]:
-        """Return the tensors that the parts of all ranks make up; those that are one in all files are one value."""
+        """Return the tensors that the parts of all ranks make up; tied ones are one value."""
         parts: dict[str, list[_Described]] = {}
         for part in described:
             parts.setdefault(part.name, []).append(part)
@@ -484,14 +485,14 @@ class _Stream:
             raise self.failure
 
     def run(self) -> None:
-        """Fill what is wanted here, and what the other ranks want of the parts here."""
+        """Fill the tensors of this rank, and send what other ranks need of the parts that it reads."""
         extents = []
         for name, offers in self.offers[self.comm.rank].items():
             for part, (region, ranks) in zip(self.parts[name], offers, strict=True):
                 if ranks:
                     end = part.start + math.prod(region[1]) * self.dtypes[name].itemsize
                     extents.append((part.file.path, part.start, end))
-        ends: dict[tuple[str, int], int] = {}  # by file and first byte of a part, where those end that follow each other
+        ends: dict[tuple[str, int], int] = {}  # by file and first byte of a part, the end of the run of adjacent parts
         for path, start, end in sorted(extents, reverse=True):
             ends[path, start] = ends.get((path, end), end)
         plans = [list(self._steps(rank)) for rank in range(self.comm.size)]
@@ -518,20 +519,20 @@ class _Stream:
 
     def _exchange(self, blocks: Sequence[Sequence[_Block]], ends: Mapping[tuple[str, int], int]) -> None:
         """Read the blocks of this rank, send them to those that need them, and take those of the others, rank by rank."""
-        own = self.comm.rank
+        rank_here = self.comm.rank
         sent: list[list[Tensor]] = [[] for _ in blocks]
-        for block in blocks[own]:
+        for block in blocks[rank_here]:
             content = self._read(block, ends)
             for overlap, target in self._targets(block):
                 target[...] = content[_within(block.region, overlap)]
             for rank, request in enumerate(self.requests):
-                overlaps = [_overlap(block.region, region) for region in request[block.name] if rank != own]
+                overlaps = [_overlap(block.region, region) for region in request[block.name] if rank != rank_here]
                 wanted = [content[_within(block.region, overlap)].contiguous() for overlap in overlaps if overlap]
                 sent[rank] += [piece.reshape(-1).view(torch.uint8) for piece in wanted]
         if not any(block.is_shared for of_rank in blocks for block in of_rank):
             return
         coming = [
-            [target for block in of_rank if rank != own for _, target in self._targets(block)]
+            [target for block in of_rank if rank != rank_here for _, target in self._targets(block)]
             for rank, of_rank in enumerate(blocks)
         ]
         sizes = [sum(target.numel() * target.itemsize for target in targets) for targets in coming]
@@ -549,7 +550,7 @@ class _Stream:
                 yield overlap, shard.tensor[_within(region_of(shard), overlap)]
 
     def _read(self, block: _Block, ends: Mapping[tuple[str, int], int]) -> Tensor:
-        """Return the content of a block of a part, of which the blocks before it were read before."""
+        """Return the content of a block; the blocks of a part are read in order, so that its checksum can be continued."""
         part, dtype = self.parts[block.name][block.number], self.dtypes[block.name]
         first = 0  # the number of its first element among those of the part, in row-major order
         for start, origin, length in zip(block.region[0], *part.region, strict=True):
@@ -574,13 +575,13 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
-def _find_needs(requests: Sequence[Request], name: str, part: Region) -> set[int]:
+def _ranks_that_need(requests: Sequence[Request], name: str, part: Region) -> set[int]:
     """Return the ranks that need some of a part of a tensor."""
     return {rank for rank, request in enumerate(requests) if any(_overlap(part, region) for region in request[name])}
 
 
 def _overlap(first: Region, second: Region) -> Region | None:
-    """Return the region that two have in common, if it has elements."""
+    """Return the intersection of two regions, or ``None`` if it is empty."""
     starts = tuple(map(max, first[0], second[0]))
     ends = [min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True)]
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))

@@ -152,7 +152,7 @@ def _flag_values(model: nn.Module) -> list[bool]:
 
 
 def _flag_owners(model: nn.Module) -> dict[_Flag, list[Any]]:
-    """Return what has each flag; a wrapper has the path of the module inside."""
+    """Return the owners of each flag by path; a wrapper has the path of the module inside."""
     clean = name_cleaner(model)
     owners: dict[_Flag, list[Any]] = {}
     for name, module in model.named_modules():

@@ -142,7 +142,7 @@ class BackgroundWriter:
         self._running = self._thread.submit(begin)
 
     def submit(self, call: Callable[[], T]) -> Future[T] | None:
-        """Start a call of which the result is needed at once; ``None`` if there is no thread yet, or it is not idle."""
+        """Start a call whose result is needed soon; return ``None`` if there is no thread yet, or it is busy."""
         return self._thread.submit(call) if self._thread is not None and self._running is None else None
 
     @staticmethod
@@ -216,7 +216,7 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
 
 
 def _identity(path: Place) -> str:
-    """Return what is the same on all ranks that write to one place."""
+    """Return a key that is the same on all ranks that write to one place."""
     return os.fspath(path) if is_url(path) else os.path.realpath(path)
 
 
@@ -300,7 +300,7 @@ def checkpoint_of_copies(state: StateCollector, staging: StagingBuffers, thread:
         return checkpoint
     copies, checkpoint = staging.copy_beside({id(tensor): tensor for tensor in found}, partial(Checkpoint, state), thread)
     find, given = copies.get, checkpoint.tensors.items()  # with others, which were made of arrays, or are keys
-    checkpoint.tensors = {name: each.clone() if (copy := find(id(each))) is None else copy for name, each in given}
+    checkpoint.tensors = {name: tensor.clone() if (copy := find(id(tensor))) is None else copy for name, tensor in given}
     return checkpoint
 
 
@@ -325,7 +325,7 @@ def coordinate(
         failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, str)]
         if failures:
             raise OSError(errno.EIO, f"the snapshot could not be written by {'; '.join(failures)}")
-        others = {file: store.write(draft, file, each) for file, each in files.items()}
+        others = {file: store.write(draft, file, write_other) for file, write_other in files.items()}
         return {_rank_file(rank, comm.size): result for rank, result in enumerate(results)} | others
 
     try:

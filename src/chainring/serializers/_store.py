@@ -231,9 +231,9 @@ class Snapshots:
             stamp = self.files.stamp(name)
             manifest = Manifest(
                 iteration,
-                {check_name(file): each[:2] for file, each in written.items()},
+                {check_name(file): result[:2] for file, result in written.items()},
                 {**(about or {}), **({} if stamp is None else {STAMP: stamp})},
-                {file: each[2] for file, each in written.items() if len(each) > 2},
+                {file: result[2] for file, result in written.items() if len(result) > 2},
                 draft.partition("/")[2],
                 [path.name for path in beside],
             )
@@ -269,7 +269,7 @@ class Snapshots:
         """
         states = self.files.states() if states is None else states
         if self.files.is_local:
-            summaries = [self._summary(*each) for each in states.items()]
+            summaries = [self._summary(name, state) for name, state in states.items()]
         else:
             with ThreadPoolExecutor(_READERS) as pool:
                 summaries = list(pool.map(self._summary, states.keys(), states.values()))
@@ -350,7 +350,7 @@ class Snapshots:
 def find_newest(
     store: Snapshots, names: Iterable[str], warn: Callable[[str], None], known_damaged: Container[str] = ()
 ) -> str | None:
-    """Return the first of ``names`` of which nothing is missing, ``None`` if there are no names; warn about each before it.
+    """Return the first of ``names`` that is complete, ``None`` if there is none; warn about each before it.
 
     Its content is verified only when it is loaded.
 

@@ -135,11 +135,11 @@ def load_npz(
         KeyError: with ``strict``, an entry is missing. A module raises PyTorch's ``RuntimeError``.
         TypeError: the object passes a value of a type that cannot hold the value that Chainer saved.
     """
-    several = isinstance(ignore_names, (list, tuple, set, frozenset))
-    rules: list[Any] = [] if ignore_names is None else list(ignore_names) if several else [ignore_names]  # type: ignore[arg-type]
-    if strange := [rule for rule in rules if not isinstance(rule, str) and not callable(rule)]:
+    is_list = isinstance(ignore_names, (list, tuple, set, frozenset))
+    rules: list[Any] = [] if ignore_names is None else list(ignore_names) if is_list else [ignore_names]  # type: ignore[arg-type]
+    if invalid := [rule for rule in rules if not isinstance(rule, str) and not callable(rule)]:
         raise ValueError(
-            f"ignore_names is a name, a function that takes a name, or a list of such; got {strange[0]!r}. A name is that "
+            f"ignore_names is a name, a function that takes a name, or a list of such; got {invalid[0]!r}. A name is that "
             'of an entry in the file, such as "predictor/l1/weight"'
         )
     opened: contextlib.AbstractContextManager[IO[bytes]]
@@ -198,7 +198,7 @@ def read_arrays(path: Path, is_meant: Callable[[list[str]], bool]) -> dict[str, 
 
 
 class _NpzDeserializer(DictionaryDeserializer):
-    """Loads from the entries of a file, of which an array without a description is what the object declares."""
+    """Loads from the entries of a file; an array without a description becomes what the object declares."""
 
     def __init__(self, source: Mapping[str, Any], untyped: Set[str], ignored: Callable[[str], bool], strict: bool) -> None:
         super().__init__(source, strict)
@@ -307,20 +307,20 @@ def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
             "What chainring.serializers.save wrote is loaded with chainring.serializers.load"
         ) from error
     members = archive.namelist()
-    strange = [name for name in members if not name.endswith(".npy")]
-    if strange or len(set(members)) < len(members):
+    invalid = [name for name in members if not name.endswith(".npy")]
+    if invalid or len(set(members)) < len(members):
         raise ValueError(
             f"{label} is a zip but not an npz file, whose entries are .npy arrays, each once: it has "
-            f"{_shown(strange or members)}. What torch.save wrote is loaded with torch.load(file, weights_only=True)"
+            f"{_shown(invalid or members)}. What torch.save wrote is loaded with torch.load(file, weights_only=True)"
         )
     return archive
 
 
 def _read(archive: zipfile.ZipFile, names: Sequence[str], prefix: str, label: str) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return what the file holds under ``prefix``, by whole path, and the paths of arrays of which it says no more."""
+    """Return the values under ``prefix`` by whole path, and the paths of arrays without a description."""
     text = None if _JSON not in names else np.asarray(_array(archive, _JSON, label)).tobytes()
-    found = {name: _array(archive, name, label) for name in names if name.startswith(prefix) and name != _JSON}
-    arrays = {name: array for name, array in found.items() if array is not None}
+    read = {name: _array(archive, name, label) for name in names if name.startswith(prefix) and name != _JSON}
+    arrays = {name: array for name, array in read.items() if array is not None}
     try:
         document: Any = (
             {"version": _VERSION, "values": {}, "tensors": {}, "parts": []} if text is None else parse_strict(text)
@@ -330,7 +330,7 @@ def _read(archive: zipfile.ZipFile, names: Sequence[str], prefix: str, label: st
         values = {path: value for path, value in document["values"].items() if path.startswith(prefix)}
         descriptions, parts = document["tensors"], frozenset(document["parts"])
         tensors = {name: _to_tensor(array, descriptions.get(name, {})) for name, array in arrays.items()}
-        state = {name: value for name, value in (found | tensors).items() if name not in parts and name not in values}
+        state = {name: value for name, value in (read | tensors).items() if name not in parts and name not in values}
         untyped = frozenset(name for name in state if name in arrays and name not in descriptions)
         return state | decode_arrays(values, tensors, arrays), untyped
     except _DAMAGED as error:

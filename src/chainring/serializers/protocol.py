@@ -265,7 +265,7 @@ class StateCollector(DictionarySerializer):
 def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
     """Return the state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
 
-    Of several ranks each calls it, and the result of rank 0 is that of all, but for tensors of which each holds a part.
+    All ranks call it together; the result of rank 0 is complete, except for sharded tensors, of which each has its shard.
     """
     serializer = StateCollector(directory)
     serializer.comm = serializer.comm if comm is None else comm
@@ -368,7 +368,7 @@ class Stateful:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned. A missing key raises a ``KeyError`` that names it."""
-        with telling_changes([]):
+        with printing_changes([]):
             self.serialize(DictionaryDeserializer(state_dict))
 
 
@@ -528,20 +528,20 @@ class ChangedSetting(NamedTuple):
     consequence: str
 
 
-_untold: ContextVar[list[ChangedSetting] | None] = ContextVar("_untold", default=None)
+_unprinted: ContextVar[list[ChangedSetting] | None] = ContextVar("_unprinted", default=None)
 _HOLDS = "the new value holds"
 
 
 def announce_change(name: str, saved: Any, given: Any, consequence: str = _HOLDS) -> None:
-    """Print that a setting of a resumed run differs; in `telling_changes` with the others, as one table."""
-    changes, untold = _recorded.get(), _untold.get()
+    """Print that a setting of a resumed run differs; in `printing_changes` with the others, as one table."""
+    changes, unprinted = _recorded.get(), _unprinted.get()
     setting = ChangedSetting(name, saved, given, consequence)
     if changes is not None:
         changes[name] = [saved, given]
-    if untold is None:
+    if unprinted is None:
         info(_format_changes([setting]))
     else:
-        untold.append(setting)
+        unprinted.append(setting)
 
 
 @contextmanager
@@ -555,22 +555,22 @@ def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def telling_changes(untold: list[ChangedSetting], is_complete: bool = True) -> Iterator[None]:
-    """Inside, collect what is announced, and print it at the end as a table, unless this is inside another one.
+def printing_changes(unprinted: list[ChangedSetting], is_complete: bool = True) -> Iterator[None]:
+    """Inside, add each announced change to ``unprinted``; at the end print all of these as one table, and empty it.
 
-    With ``is_complete=False`` more changes will follow, and nothing is printed.
+    With ``is_complete=False`` more changes will follow, and nothing is printed; nor is it inside another one, which prints.
     """
-    if _untold.get() is not None:
+    if _unprinted.get() is not None:
         yield
         return
-    token = _untold.set(untold)
+    token = _unprinted.set(unprinted)
     try:
         yield
     finally:
-        _untold.reset(token)
-    if untold and is_complete:
-        info(_format_changes(untold))
-        untold.clear()
+        _unprinted.reset(token)
+    if unprinted and is_complete:
+        info(_format_changes(unprinted))
+        unprinted.clear()
 
 
 def _format_changes(settings: Iterable[ChangedSetting]) -> str:

@@ -174,7 +174,8 @@ def first_step_apart(a: Steps, b: Steps) -> Difference | None:
     Generators that differ at the beginning have not been seeded, and do not count.
     """
     start = min(a.keys() & b.keys(), default=0)
-    unseeded = [each.name for found in differences(a, b, ["generators"]) for each in found if each.iteration == start]
+    generators = itertools.chain(*differences(a, b, ["generators"]))
+    unseeded = [difference.name for difference in generators if difference.iteration == start]
     module, value = first_module(a, b), first_difference(a, b, _COMPUTED, unseeded)
     return min(filter(None, [module, value]), key=lambda found: found.iteration, default=None)
 
@@ -184,7 +185,7 @@ def first_module(a: Steps, b: Steps) -> Difference | None:
     for iteration in sorted(a.keys() & b.keys()):
         for call, other in itertools.zip_longest(a[iteration].get("module", ()), b[iteration].get("module", ())):
             if call is None or other is None or call[0] != other[0]:
-                names = ["nothing" if each is None else each[0] for each in (call, other)]
+                names = ["nothing" if made is None else made[0] for made in (call, other)]
                 text = f"called are {' -> '.join(names)}"
                 return Difference(iteration, "module", names[0] if call else names[1], text, iteration - 1)
             if call[2] != other[2]:
@@ -198,6 +199,6 @@ def first_module(a: Steps, b: Steps) -> Difference | None:
 
 
 def differing_settings(a: Steps, b: Steps) -> tuple[int, list[str]] | None:
-    """Return the first iteration at the end of which settings of the optimizers differ, and which, in words."""
-    found = next(differences(a, b, ["settings"]), None)
-    return None if found is None else (found[0].iteration, [f"{each.name}: {each.text}" for each in found])
+    """Return the first iteration after which settings of the optimizers differ, and in words which settings."""
+    settings = next(differences(a, b, ["settings"]), None)
+    return None if settings is None else (settings[0].iteration, [f"{setting.name}: {setting.text}" for setting in settings])

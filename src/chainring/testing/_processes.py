@@ -80,7 +80,7 @@ Start = Callable[[Any], tuple[int, Poll]]
 
 
 def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
-    """Return what starts a module that runs a script with its arguments, see `run_script`."""
+    """Return a function that starts a module, which runs a script with its arguments; see `run_script`."""
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {script}")
 
@@ -97,7 +97,7 @@ def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
 
 
 def function_starter(function: Callable[..., None], context: Any) -> Start:
-    """Return what calls a function with a task, in a process of a context of ``multiprocessing``."""
+    """Return a function that calls ``function`` with a task in a process of a ``multiprocessing`` context."""
 
     def start(task: ProcessTask) -> tuple[int, Poll]:
         process = context.Process(target=_call_apart, args=(function, task))

@@ -257,7 +257,8 @@ def _first_difference(content: bytes, continued: bytes) -> str:
         return sizes if len(content) != len(continued) else f"{len(content)} other bytes"
     lines, others = (text.decode(errors="replace").splitlines() for text in (content, continued))
     pairs = enumerate(zip_longest(lines, others), 1)
-    number, pair = next((each for each in pairs if each[1][0] != each[1][1]), (len(lines) + 1, (None, None)))
+    differing = ((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    number, pair = next(differing, (len(lines) + 1, (None, None)))
     shown = ["nothing" if line is None else repr(line[:_MAX_SHOWN]) for line in pair]
     counts = f", and {len(lines)} -> {len(others)} lines" if len(lines) != len(others) else ""
     return f"line {number}: {' -> '.join(shown)}{counts}"
@@ -376,7 +377,7 @@ def format_difference(
 
 
 def format_repetition(repetition: Repetition, facts: Mapping[str, Any], shared: list[str]) -> list[str]:
-    """Return the lines for a program of which two uninterrupted runs differ, and what makes them the same."""
+    """Return the lines for a program whose uninterrupted runs differ, with what would make them the same."""
     lines = ["inconclusive: two uninterrupted runs of the program already differ, so that its resume cannot be judged."]
     first = repetition.first[0] if repetition.first else None
     if first is not None:

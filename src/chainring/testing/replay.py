@@ -463,7 +463,7 @@ class _LoaderPasses:
 
 
 def _has_plain_sampler(iterator: Any) -> bool:
-    """Return whether a loader's sampler of batches tells the indices, and an epoch is one pass."""
+    """Return whether a loader's batch sampler yields the indices of batches, and an epoch is one pass over it."""
     if not isinstance(iterator, LoaderIterator) or type(iterator.loader) is not DataLoader:
         return False
     sampler = iterator.loader.batch_sampler

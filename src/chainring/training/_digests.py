@@ -1,10 +1,11 @@
 """Digests of 64 bits: of the batches of an update, and of every tensor of models and optimizers, however it is sharded.
 
 The digest of a tensor is the sum over its elements, of element i the product of its bits and a fixed odd number K(i), modulo
-2**64, to which its dtype and shape are then mixed. As a sum it does not depend on who holds which part. One changed
-element always changes it, since an odd number divides no power of two; two that are exchanged change it as far as the
-numbers of their places differ. ``K(i)`` is the product of a number of i // 4096 and one of i % 4096. The bits of an
-element count as an integer, so NaN and -0.0 are what they are; those of 64 bits and complex ones as two or four.
+2**64, to which its dtype and shape are then mixed. As a sum it does not depend on which rank holds which shard. One changed
+element always changes it, since an odd factor has an inverse modulo 2**64; two exchanged elements change it unless the
+difference of their bits times that of their factors is 0. ``K(i)`` is the product of a factor of the row i // 4096 and one
+of the column i % 4096. The bits of an element count as an integer, so that NaNs and -0.0 count as well; those of 64 bits and
+complex ones as two or four.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from chainring.serializers._models import OptimizerState
 from chainring.serializers.protocol import StateCollector
 from chainring.training.updaters.base import Updater
 
-_ROW = 4096  # elements that share a number of their row
+_ROW = 4096  # elements that share the factor of their row
 _CHUNK = 1 << 20  # elements that are multiplied at once: they take 8 bytes each
 _UINT64 = 2**64
 
@@ -42,7 +43,7 @@ class Batches:
         self._is_known = len(self._iterators) == len(self._named)
 
     def take(self) -> list[Any]:
-        """Return where the batches last taken end."""
+        """Return the positions of the iterators after the batches last taken."""
         return [iterator.batch_end() for iterator in self._iterators]
 
     def digest(self, start: list[Any], stop: list[Any]) -> int:
@@ -87,7 +88,7 @@ class StateDigests:
         self.sums = [torch.stack(list(totals.values())) for totals in by_device.values()]
         if sharded:
             self._indices.append([index for index, name in enumerate(tensors) if name in sharded])
-            self.sums.append(torch.stack([_sum(shards[name], comm.world.device) for name in sharded]))
+            self.sums.append(torch.stack([_sum_shards(shards[name], comm.world.device) for name in sharded]))
             comm.world.all_reduce([self.sums[-1]], average=False)
 
     def finish(self, sums: Sequence[NDArray[np.int64]]) -> NDArray[np.uint64]:
@@ -141,12 +142,12 @@ def _salt(dtype: torch.dtype, shape: torch.Size) -> int:
 
 
 def _sum_whole(tensor: Tensor) -> Tensor:
-    """Return the sum over all elements of a tensor of the products of bits and numbers, without a dimension."""
+    """Return the sum over all elements of a tensor, as a tensor without dimensions."""
     return _sum_run(_as_integers(tensor).reshape(-1), 0)
 
 
-def _sum(shards: Sequence[Shard], device: torch.device) -> Tensor:
-    """Return the sum over parts of a tensor of the products of bits and numbers, without a dimension."""
+def _sum_shards(shards: Sequence[Shard], device: torch.device) -> Tensor:
+    """Return the sum over the elements in some shards of a tensor, as a tensor without dimensions."""
     sums = []
     for shard in shards:
         bits = _as_integers(shard.tensor)
@@ -183,9 +184,9 @@ def _sum_region(bits: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
             begin = offset + (start if dimension == 0 else 0)
             along = torch.arange(begin, begin + chunk.shape[dimension], device=bits.device).mul_(stride)
             positions = positions + along.view(-1, *[1] * (bits.ndim - 1 - dimension))
-        numbers = torch.as_tensor(_numbers(math.prod(shape), bits.device))
-        in_row = torch.as_tensor(_odd_numbers(_ROW, 0, bits.device))
-        total += (chunk * in_row[positions % _ROW] * numbers[positions // _ROW]).sum()
+        of_rows = torch.as_tensor(_row_factors(math.prod(shape), bits.device))
+        of_columns = torch.as_tensor(_factors(_ROW, 0, bits.device))
+        total += (chunk * of_columns[positions % _ROW] * of_rows[positions // _ROW]).sum()
     return total
 
 
@@ -193,16 +194,16 @@ def _sum_run(bits: Tensor, start: int) -> Tensor:
     """Return the sum over elements that follow one another, the first of which is element ``start``."""
     # hot path: "recorder" of benchmarks/gate.py: on the host NumPy passes over the memory once, and takes each tensor once
     is_on_host = bits.device.type == "cpu"
-    numbers, in_row = _numbers(start + len(bits), bits.device), _odd_numbers(_ROW, 0, bits.device)
+    row_factors, column_factors = _row_factors(start + len(bits), bits.device), _factors(_ROW, 0, bits.device)
     elements: Any = np.from_dlpack(bits) if is_on_host else bits
     sums: list[Any] = []
     at = 0
     while at < len(bits):
         row, column = divmod(start + at, _ROW)
-        rows = 0 if column else min(len(bits) - at, _CHUNK) // _ROW  # whole ones, or what is left of one: 0
+        rows = 0 if column else min(len(bits) - at, _CHUNK) // _ROW  # whole ones; 0: the chunk is a part of one
         length = rows * _ROW or min(_ROW - column, len(bits) - at)
         chunk = elements[at : at + length].reshape(rows or 1, -1)
-        of_columns, of_rows = in_row[column : column + chunk.shape[1]], numbers[row : row + len(chunk)]
+        of_columns, of_rows = column_factors[column : column + chunk.shape[1]], row_factors[row : row + len(chunk)]
         if is_on_host:  # the same result on any number of threads
             sums.append(int(np.einsum("i,i->", np.einsum("ij,j->i", chunk, of_columns), of_rows)))
         else:
@@ -213,14 +214,14 @@ def _sum_run(bits: Tensor, start: int) -> Tensor:
     return _add_up(sums, bits.device)
 
 
-def _numbers(elements: int, device: torch.device) -> Any:
-    """Return the numbers of at least as many rows as so many elements have: few different ones, which are kept."""
-    return _odd_numbers(1 << (elements // _ROW).bit_length(), _ROW, device)
+def _row_factors(elements: int, device: torch.device) -> Any:
+    """Return the factors of the rows of so many elements, or of more: powers of two, so that the cache has few of them."""
+    return _factors(1 << (elements // _ROW).bit_length(), _ROW, device)
 
 
 @lru_cache(64)
-def _odd_numbers(count: int, first: int, device: torch.device) -> Any:
-    """Return numbers as a tensor, on the host as an array."""
+def _factors(count: int, first: int, device: torch.device) -> Any:
+    """Return odd factors as a tensor, on the host as an array."""
     # FROZEN: another result would make every ledger of an earlier run differ from one of now.
     numbers = _mix((np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     odd = (numbers | np.uint64(1)).view(np.int64)

@@ -1,4 +1,4 @@
-"""The entry of an extension in a trainer, and what a trainer knows of those that it runs; observers, which have no entry."""
+"""Entry: an extension as a trainer registers and calls it; Observer: looks on without being registered."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Entry:
         call: calls the extension.
         place: the line of the script that has registered it, to which warnings point.
         is_due: True while the snapshots of an iteration are taken, if this is one of them and has not been called yet.
-        defaults: an `Extension`, whose attributes are those that an extension of a user lacks.
+        defaults: an `Extension`, whose attributes stand in for those that a user's extension lacks.
     """
 
     defaults: ClassVar[Any]

@@ -48,9 +48,9 @@ from chainring._files import open_regular, parse_strict
 MAGIC = b"\x89ledger\n"
 VERSION = 1
 HEAD = MAGIC + struct.pack("<I", VERSION) + struct.pack("<I", zlib.crc32(MAGIC + struct.pack("<I", VERSION)))
-"""What a ledger begins with."""
+"""The first bytes of every ledger."""
 ROWS = 32
-"""The most rows of a block, whose number of the last is a multiple of it."""
+"""The most rows of a block; a block ends with the iteration that is a multiple of it."""
 LOSS_TYPES = ("", "float64", "float32", "float16", "bfloat16", "int64")
 
 _BLOCK = struct.Struct("<IIQII")
@@ -123,7 +123,7 @@ class Ledger:
 
     @classmethod
     def parse(cls, content: bytes, path: Path) -> Ledger:
-        """Return the ledger that these bytes are, which errors say are of ``path``; see `read`."""
+        """Return the ledger in these bytes; ``path`` is for errors. See `read`."""
         blocks: list[tuple[int, list[str], NDArray[Any]]] = []
         digests: dict[int, dict[str, int]] = {}
         tensors: list[str] = []
@@ -157,14 +157,16 @@ class Ledger:
                     rest = rest[start + values.nbytes :]
             except (ValueError, struct.error) as error:
                 raise LedgerError(f"{path}: block {number} is damaged: {error}; {_REMEDY}") from error
+
+        # Each block has columns of its own; the arrays have those of all.
         names = list(dict.fromkeys(name for _, columns, _ in blocks for name in columns))
         table = np.zeros(sum(len(rows) for _, _, rows in blocks), _row_type(len(names)))
         iterations, start = np.zeros(len(table), np.int64), 0
         for first, columns, rows in blocks:
-            stop, where = start + len(rows), [names.index(name) for name in columns]
+            stop, indices = start + len(rows), [names.index(name) for name in columns]
             iterations[start:stop] = np.arange(first, first + len(rows))
             table["batch"][start:stop], table["generators"][start:stop] = rows["batch"], rows["generators"]
-            table["bits"][start:stop, where], table["types"][start:stop, where] = rows["bits"], rows["types"]
+            table["bits"][start:stop, indices], table["types"][start:stop, indices] = rows["bits"], rows["types"]
             start = stop
         arrays = table["batch"], table["generators"], tuple(names), table["bits"], table["types"]
         return cls(path, iterations, *arrays, digests, note)
@@ -180,7 +182,7 @@ class Ledger:
 
 
 def loss_value(bits: int, kind: int) -> float:
-    """Return the number that a loss of these bits and this type is."""
+    """Return the value of a loss from its bits and its type."""
     if LOSS_TYPES[kind] == "bfloat16":
         bits, kind = bits << 16, LOSS_TYPES.index("float32")
     if not kind:
@@ -213,7 +215,7 @@ class Block:
         self.generators = 0
 
     def encode(self, known: Sequence[str]) -> bytes:
-        """Return the block as it lies in the file, after digests of tensors with these names."""
+        """Return the bytes of the block in a file whose last digests before it are of tensors with the names ``known``."""
         names = list(dict.fromkeys(name for _, losses in self.rows for name in losses))
         text, pack = _json(names), struct.Struct(f"<QQ{len(names)}Q{len(names)}B").pack  # as `_row_type` has it
         parts = [_NAMES.pack(len(text)), text]
@@ -239,7 +241,7 @@ def _row_type(losses: int) -> np.dtype[Any]:
 
 
 def _blocks(path: Path, content: bytes) -> Iterator[tuple[int, int, memoryview] | str]:
-    """Yield each block: its first iteration, its number of rows, its payload; in place of the last why it is left out."""
+    """Yield the first iteration, the number of rows and the payload of each block; for a last one left out the reason."""
     if content[: len(MAGIC)] != MAGIC[: len(content)] or not content:
         raise LedgerError(f"{path} is not a ledger, which extensions.Recorder writes")
     if len(content) < len(HEAD):
@@ -256,7 +258,7 @@ def _blocks(path: Path, content: bytes) -> Iterator[tuple[int, int, memoryview] 
         if len(head) < _BLOCK_SIZE or not (any(head) or any(content[position:])):
             yield f"{where} is incomplete"
             return
-        length, own, first, rows, crc = _BLOCK.unpack_from(head)
+        length, stated, first, rows, crc = _BLOCK.unpack_from(head)
         if _CRC.unpack_from(head, _BLOCK.size)[0] != zlib.crc32(head[: _BLOCK.size]):
             raise LedgerError(f"{where} has a damaged head, so that what follows it cannot be found; {_REMEDY}")
         where += f" with the iterations {first} to {first + rows - 1},"
@@ -270,8 +272,8 @@ def _blocks(path: Path, content: bytes) -> Iterator[tuple[int, int, memoryview] 
                 yield f"{where} is incomplete or damaged: its checksum is another one"
                 return
             raise LedgerError(f"{where} is damaged: its checksum is another one; {_REMEDY}")
-        if own != number or not 1 <= rows <= ROWS or length > _LARGEST or first < 1 or first + rows > 2**62:
-            raise LedgerError(f"{where} says that it is block {own}: blocks are missing or were moved; {_REMEDY}")
+        if stated != number or not 1 <= rows <= ROWS or length > _LARGEST or first < 1 or first + rows > 2**62:
+            raise LedgerError(f"{where} says that it is block {stated}: blocks are missing or were moved; {_REMEDY}")
         yield first, rows, payload
         number += 1
 

@@ -133,7 +133,7 @@ def rehearse(trainer: Trainer) -> None:
     from chainring.training import _unsaved  # which imports NumPy's generators, for a rehearsal alone
 
     seen: list[Attributes] = []
-    with _state_put_back(trainer), ExitStack() as stack:
+    with _preserved_state(trainer), ExitStack() as stack:
         prepare(trainer)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
@@ -151,15 +151,15 @@ def rehearse(trainer: Trainer) -> None:
             raise RuntimeError("the data ran out before 2 updates, so there is nothing to rehearse") from None
         if problem := trainer.comm.broadcast_object(_find_unknown_keys(trainer, reported)):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the same, by what is finalized
+                warnings.simplefilter("ignore")  # extensions may warn of the same key when they are finalized
                 stack.close()
             raise ValueError(problem)
-    # All state has been put back now: what the updates have changed and no state holds has not.
+    # All saved state has been restored now, so what is still as the updates have changed it is not saved.
     before, between, after = seen
-    found = _unsaved.unsaved(_unsaved.changed(before, between, after), before, _unsaved.attributes_of(trainer))
-    if found and trainer.comm.is_main:
-        shown = "".join(f"\n  {path}: {_unsaved.remedy(path, found[path])}" for path in list(found)[:_MAX_SHOWN])
-        more = f"\n  and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    unsaved = _unsaved.unsaved(_unsaved.changed(before, between, after), before, _unsaved.attributes_of(trainer))
+    if unsaved and trainer.comm.is_main:
+        shown = "".join(f"\n  {path}: {_unsaved.remedy(path, unsaved[path])}" for path in list(unsaved)[:_MAX_SHOWN])
+        more = f"\n  and {len(unsaved) - _MAX_SHOWN} more" if len(unsaved) > _MAX_SHOWN else ""
         warn(
             "two updates and a call of each extension have changed values that are not saved, so a resumed run would "
             f"start with those of the script (a value that is set again before each use need not be saved):{shown}{more}",
@@ -205,7 +205,7 @@ def _iterate(trainer: Trainer, calls_extensions: bool) -> None:
 
 
 @contextmanager
-def _state_put_back(trainer: Trainer) -> Generator[None]:
+def _preserved_state(trainer: Trainer) -> Generator[None]:
     """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
     saved = DictionarySerializer()
     _visit_state(saved, trainer)

@@ -31,8 +31,8 @@ from chainring.serializers.protocol import (
     ChangedSetting,
     Deserializer,
     conclude_reading,
+    printing_changes,
     recording_changes,
-    telling_changes,
     visit_if_stateful,
     visit_setting,
 )
@@ -102,9 +102,9 @@ class Run:
 
     def explain(self, trainer: Trainer, error: BaseException) -> BaseException:
         """Return the error that ends the run, with notes that say where it was raised and what helps."""
-        reason = getattr(error, "otherwise", None) if isinstance(error, RollBack) else None
-        reason = error if reason is None else reason
-        reason.__suppress_context__ |= reason is not error  # which would be printed with the same words
+        otherwise = getattr(error, "otherwise", None) if isinstance(error, RollBack) else None
+        reason = error if otherwise is None else otherwise
+        reason.__suppress_context__ |= reason is not error  # the RollBack says the same
         reason.add_note(f"raised {_position(trainer)}")
         if (hint := find_hint(reason)) is not None:
             reason.add_note(hint)
@@ -147,19 +147,19 @@ class Run:
     def _start(self, trainer: Trainer, entries: list[Entry], state: _State | None) -> None:
         """Load a state of these extensions if there is one, and start from it."""
         self.started_at = None  # state may be loaded until it is set
-        with telling_changes(self.loaded_state.untold):
+        with printing_changes(self.loaded_state.unprinted):
             tried: list[int] = []
             while state is not None:
                 try:
                     state[1]()
                     break
-                except CorruptError:  # which its extension remembers: then the newest of the others
+                except CorruptError:  # its extension skips it from now on, and another one is the newest
                     tried.append(state[0])
                     state = _newest_state(trainer, entries)
                     if state is None or tried.count(state[0]) > len(entries):
                         raise
             self.loaded_state.conclude(trainer)
-            trainer.comm.barrier()  # rank 0 may move later snapshots, and cuts the log back, when all have loaded
+            trainer.comm.barrier()  # until all have loaded, rank 0 must not move snapshots or cut back the log
             self.started_at = time.monotonic()
             if self._directory is not None:
                 self._claim_directory(trainer, self._directory)
@@ -296,7 +296,7 @@ class Interrupted(SystemExit):
 class Interruption:
     """While it is entered, SIGTERM and the first SIGINT only set `signum`; the second SIGINT raises KeyboardInterrupt.
 
-    A handler that was there is called too, and is restored at the end. An ignored signal stays ignored. In a thread, where
+    The previous handler is called too, and is restored at the end. An ignored signal stays ignored. In a thread, where
     Python sets no handlers, nothing is changed. Several ranks end after the same iteration: at the beginning of each they
     start to compare what they have received, and at the beginning of the next they read the result, so none waits.
 
@@ -315,7 +315,7 @@ class Interruption:
         self.is_acknowledged = False  # True once a nested run has saved its state
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
         self._sigint_count = 0
-        self._handlers: dict[int, Any] = {}  # those that were there
+        self._handlers: dict[int, Any] = {}  # by signal, the handlers that this one replaces
         self._pid = os.getpid()
 
     @property
@@ -374,7 +374,7 @@ class Interruption:
 
 
 class LoadedState:
-    """The saved run that was loaded into a trainer, as far as it waits: for extensions not registered yet, for the start."""
+    """The saved run that was loaded into a trainer, kept until the run starts, since extensions may be registered later."""
 
     def __init__(self) -> None:
         self.exists = False  # True once anything was loaded, so that the run continues an earlier one
@@ -383,7 +383,7 @@ class LoadedState:
         self.directory: Path | None = None  # with the files beside the snapshot that was loaded, unless it came from memory
         self.place: str | None = None  # of the run that has saved it
         self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
-        self.untold: list[ChangedSetting] = []  # changes that are not printed yet
+        self.unprinted: list[ChangedSetting] = []  # changes that are not printed yet
         self._source: Deserializer | None = None
         self._saved: list[Identity] = []  # the extensions of the saved run
         self._names: dict[str, str] = {}  # by the name of an extension here, that of the one in the saved run it continues
@@ -410,9 +410,9 @@ class LoadedState:
         self.restore(trainer)
 
     def restore(self, trainer: Trainer, *, is_complete: bool = True) -> None:
-        """Load the state of extensions and triggers where it is certain whose it is, each unless its class has changed.
+        """Load the state of extensions and triggers with a certain match in the saved run, unless their class has changed.
 
-        With ``is_complete=False`` more of them may be registered, and only what is the same in everything is certain.
+        With ``is_complete=False`` more extensions may be registered later, and only those that agree in everything match.
         """
         source = self._source
         if source is None:
@@ -444,22 +444,22 @@ class LoadedState:
         if self._source is None:
             return
         self.restore(trainer)
-        there = [identity for identity in self._saved if identity.name not in self._names.values()]
+        saved = [identity for identity in self._saved if identity.name not in self._names.values()]
         here = [entry.identify(trainer) for entry in trainer.entries if entry.name not in self._names]
-        doubtful = {identity.kind for identity in here} & {identity.kind for identity in there if self._has_state(identity)}
+        doubtful = {identity.kind for identity in here} & {identity.kind for identity in saved if self._has_state(identity)}
         if doubtful:
             unmatched = [
                 ", ".join(
                     f"{row.name!r} ({', '.join([*row.texts[0], row.trigger])})" for row in side if row.kind in doubtful
                 )
-                for side in (here, there)
+                for side in (here, saved)
             ]
             warn(
                 "extensions start without their saved state, because they cannot be matched with certainty: here "
                 f"{unmatched[0]}, in the saved run {unmatched[1]}. Register them as in the saved run to restore all; from "
                 "now on, a different extend(..., name=) for each avoids this",
             )
-        only_there = [identity.name for identity in there if identity.kind not in doubtful]
+        only_there = [identity.name for identity in saved if identity.kind not in doubtful]
         only_here = [identity.name for identity in here if identity.kind not in doubtful]
         if (only_there or only_here) and not self.gives_way:
             warn(
@@ -477,14 +477,15 @@ def _pairs(
 
     Without ``has_state``, more extensions may be registered.
     """
-    # An extension is known by what it has to itself, the most certain first: all but its number, what identifies it, the
-    # beginning of that, its name and class.
+    # Two extensions match if each is the only one of its run with a key. The keys, from the most to the least certain: all
+    # but the number in the name; what identifies the extension; shorter and shorter beginnings of that; name and class.
+    kind = attrgetter("kind")
     longest = max((len(identity.texts[0]) for identity in there), default=0)
     keys: list[Callable[[Identity], Any]] = [
         lambda identity: identity[1:],
         lambda identity: any(identity.texts) and (identity.kind, identity.texts),
         *(lambda identity, n=n: identity.texts[0] and (identity.kind, identity.texts[0][:n]) for n in range(longest, 0, -1)),
-        kind := attrgetter("kind"),
+        kind,
     ]
     for key in keys if has_state is not None else keys[:1]:
         groups, saved_groups = _group(here, key), _group(there, key)
@@ -493,14 +494,15 @@ def _pairs(
                 yield groups[value][0], saved_groups[value][0]
     if has_state is None:
         return
-    # Twins that nothing tells apart are known by their order, if they are as many as before.
+    # Twins, which nothing tells apart, match in their order, if they are as many as before.
     left = _group((identity for identity in there if identity.name not in names.values()), kind)
     for twins_kind, twins in _group((identity for identity in here if identity.name not in names), kind).items():
         saved_twins = left.get(twins_kind, [])
         texts = {identity.texts for identity in [*twins, *saved_twins]}
         if len(twins) == len(saved_twins) and len(texts) == len({identity[1:] for identity in saved_twins}) == 1:
             yield from zip(twins, saved_twins, strict=True)
-    # A name decides where nothing is lost, and where it was a number's before and is given by the script now.
+    # Equal names match where no state could go to the wrong extension; or, of another kind, if a number made the name in one
+    # of the runs and the script gives it in the other.
     with_state = {identity.kind for identity in there if identity.name not in names.values() and has_state(identity)}
     for ours, theirs in itertools.product(here, there):
         is_same = ours.kind[1] == theirs.kind[1] and ours.texts == theirs.texts

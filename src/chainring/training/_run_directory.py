@@ -61,9 +61,9 @@ def resolve_out(out: str) -> tuple[str, str | None]:
 
 
 class RunDirectory:
-    """The directory in which one run writes, and no other run meanwhile: then a `BlockingIOError` is raised.
+    """The directory in which a run writes; a `BlockingIOError` is raised while another run writes there.
 
-    It is created. Unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
+    It is created, and unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
     """
 
     def __init__(self, out: str | os.PathLike[str], store: Snapshots) -> None:
@@ -98,12 +98,12 @@ class RunDirectory:
         return f"{list_names(later, _MAX_SHOWN)} moved to {self.move(later, 'abandoned', copies=files)}"
 
     def find(self, templates: Iterable[str]) -> dict[str, float | None]:
-        """Return what runs have written: iterations by name, infinite for damaged snapshots, ``None`` for other files."""
+        """Return the names that runs have written, with the iteration of a snapshot (infinite if damaged), or ``None``."""
         patterns = {template: NamePattern(template) for template in templates}
         manifests, links = dict(self._store.listing()), self._store.files.links()
         iterations: dict[str, float | None] = {}
-        there = {*os.listdir(self.path), *manifests, *links}
-        names = sorted(name for name in there if not name.startswith(".") and name not in _ARCHIVES)
+        present = {*os.listdir(self.path), *manifests, *links}
+        names = sorted(name for name in present if not name.startswith(".") and name not in _ARCHIVES)
         for name in names:
             matches = [match for pattern in patterns.values() if (match := pattern.match(name))]
             manifest = manifests.get(name)
@@ -151,8 +151,8 @@ class NamePattern:
     """The names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
 
     Fields that count, iterations and epochs, stand for digits. Any other field stands for any text, unless the template
-    consists of it alone, which would then match every name. Templates come from files that anybody may have written, so
-    names are compared field by field, in a time that a template cannot draw out as it can that of a regular expression.
+    consists of it alone, which would then match every name. Templates come from files that anybody may have written: a
+    regular expression made of one could backtrack without end, so names are compared field by field.
 
     Raises:
         ValueError: the template is not a format string.
@@ -167,7 +167,7 @@ class NamePattern:
         self.fields = sum(field is not None for _, field in parts)
 
     def match(self, name: str) -> NameMatch | None:
-        """Return whether a name fits, and its first iteration."""
+        """Return a match if a name fits, with its first iteration; otherwise ``None``."""
         ends: dict[int, str | None] = {0: None}  # where the parts so far may end, with the digits of the iteration
         for literal, field, allowed in self._parts:
             starts = {end + len(literal): digits for end, digits in ends.items() if name.startswith(literal, end)}

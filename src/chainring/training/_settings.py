@@ -31,7 +31,7 @@ from chainring.training._entry import Entry
 from chainring.training.triggers.base import Trigger, describe
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
-_OF_TORCH = (
+_TORCH_SETTINGS = (
     "get_default_dtype",
     "are_deterministic_algorithms_enabled",
     "get_float32_matmul_precision",
@@ -43,10 +43,16 @@ _OF_TORCH = (
     "backends.cudnn.deterministic",
     "backends.cudnn.benchmark",
 )
-_OF_DDP = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "bucket_bytes_cap")
+_DDP_SETTINGS = (
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "broadcast_buffers",
+    "bucket_bytes_cap",
+)
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
-_OWN = {"progress_bar", "dataset", "loader", "iterator", "n_processes", "n_prefetch", "dataset_timeout"}
-"""Arguments that may differ: what a rank shows, and how it fetches data, whose length is compared."""
+_MAY_DIFFER = {"progress_bar", "dataset", "loader", "iterator", "n_processes", "n_prefetch", "dataset_timeout"}
+"""Arguments that may differ between ranks: what is shown, and how data are fetched, of which the length is compared."""
 _RECORDED = ("argv", "git_commit", "device", "threads", "ranks", "config", "versions", "seeds", "optimizers", "models")
 _DEEPEST = 20
 
@@ -99,7 +105,7 @@ def _leaves(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def to_record(trainer: Trainer) -> dict[str, Any]:
-    """Return what the record of a run tells of its settings, as JSON values; `Settings.recorded` reads it."""
+    """Return the settings for the record of a run, as JSON values; `Settings.recorded` reads them."""
     updater = trainer.updater
     iterators, device = updater.get_all_iterators(), getattr(updater, "device", None)
     seeds = {name: iterator.seed for name, iterator in iterators.items() if hasattr(iterator, "seed")}
@@ -138,7 +144,7 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON has it; any other as a text that is the same in every process."""
+    """Return a value as JSON has it, or as a text that is the same in every process if JSON has no such type."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -157,10 +163,10 @@ def check_agreement(trainer: Trainer) -> None:
         ValueError: a setting differs; the same error on every rank names the first.
     """
     world, settings = trainer.comm.world, _shared_settings(trainer)
-    own = {owner: hashlib.sha256(repr(sorted(group.items())).encode()).hexdigest() for owner, group in settings.items()}
-    digests = world.gather_object(own)
+    digest = {owner: hashlib.sha256(repr(sorted(group.items())).encode()).hexdigest() for owner, group in settings.items()}
+    digests = world.gather_object(digest)  # the settings themselves only where these differ
     for owner in dict.fromkeys(itertools.chain(*digests)):
-        if len({digest.get(owner) for digest in digests}) == 1:
+        if len({of_rank.get(owner) for of_rank in digests}) == 1:
             continue
         first, *others = (Settings(group) for group in world.gather_object(settings.get(owner, {})))
         rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
@@ -175,26 +181,27 @@ def check_agreement(trainer: Trainer) -> None:
         )
 
 
-def _shorten(one: str, other: str, limit: int = 200) -> list[str]:
-    """Return two texts that differ so short that one can read them, with the place where they differ."""
-    common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    start = max(0, common - limit // 4) if max(len(one), len(other)) > limit else 0
+def _shorten(first: str, second: str, limit: int = 200) -> list[str]:
+    """Cut two texts down to the characters around their first difference."""
+    shortest, longest = sorted(map(len, (first, second)))
+    common = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), shortest)
+    start = max(0, common - limit // 4) if longest > limit else 0
     before = "..." if start else ""
-    return [before + text[start : start + limit] + ("..." if len(text) > start + limit else "") for text in (one, other)]
+    return [before + text[start : start + limit] + ("..." if len(text) > start + limit else "") for text in (first, second)]
 
 
 def _shared_settings(trainer: Trainer) -> dict[str, dict[str, str]]:
-    """Return as texts what must be the same on all ranks, by what it belongs to."""
+    """Return what must be the same on all ranks, as texts by name, for each object whose settings they are."""
     updater = trainer.updater
     models, optimizers = updater.get_all_models(), updater.get_all_optimizers()
     names, cleaners = parameter_names(models), {name: name_cleaner(model) for name, model in models.items()}
     settings: dict[str, Mapping[str, Any]] = {
         "the version of": _environment.versions(),
-        "the process's": {f"torch.{path}": _read_setting(path) for path in _OF_TORCH},
+        "the process's": {f"torch.{path}": _read_setting(path) for path in _TORCH_SETTINGS},
         "the communicator's": {"size": trainer.comm.size, "timeout": getattr(trainer.comm.world, "timeout", None)},
-        "the updater's": _of_updater(updater),
-        **{f"iterator {name!r}'s": _of_iterator(source) for name, source in updater.get_all_iterators().items()},
-        **{f"model {name!r}'s": _of_model(model) for name, model in models.items()},
+        "the updater's": _updater_settings(updater),
+        **{f"iterator {name!r}'s": _iterator_settings(source) for name, source in updater.get_all_iterators().items()},
+        **{f"model {name!r}'s": _model_settings(model) for name, model in models.items()},
         **{
             f"the order of model {name!r}'s": {  # in which ranks exchange gradients, parameters and buffers
                 "parameters": [cleaners[name](path) for path, _ in model.named_parameters()],
@@ -202,14 +209,14 @@ def _shared_settings(trainer: Trainer) -> dict[str, dict[str, str]]:
             }
             for name, model in models.items()
         },
-        **{f"optimizer {name!r}'s": _of_optimizer(optimizer, names) for name, optimizer in optimizers.items()},
+        **{f"optimizer {name!r}'s": _optimizer_settings(optimizer, names) for name, optimizer in optimizers.items()},
         "the trainer's": {
             "stop trigger": describe(trainer.stop_trigger, as_setting=True),
             "extensions": [entry.name for entry in trainer.entries],
             "saved run": "is continued" if trainer.is_resumed else "is not loaded",
             "iteration": updater.iteration,
         },
-        **{f"extension {entry.name!r}'s": _of_extension(entry, trainer) for entry in trainer.entries},
+        **{f"extension {entry.name!r}'s": _extension_settings(entry, trainer) for entry in trainer.entries},
     }
     return {owner: {key: _as_text(value) for key, value in group.items()} for owner, group in settings.items()}
 
@@ -221,11 +228,11 @@ def _read_setting(path: str) -> Any:
         return value() if callable(value) else value
     except AttributeError:
         return None
-    except RuntimeError:  # by a name that cannot be read together with this one
+    except RuntimeError:  # PyTorch refuses to read an old name of a setting once its new name was used
         return "set by fp32_precision"
 
 
-def _of_updater(updater: Any) -> dict[str, Any]:
+def _updater_settings(updater: Any) -> dict[str, Any]:
     names = ("accumulate", "precision", "accumulate_across_epochs", "virtual_ranks", "compile")
     settings: dict[str, Any] = {
         "class": type(updater).__qualname__,
@@ -235,55 +242,58 @@ def _of_updater(updater: Any) -> dict[str, Any]:
     }
     callbacks = getattr(updater, "callbacks", None)
     for stage, functions in vars(callbacks).items() if isinstance(callbacks, UpdateCallbacks) else ():
-        if isinstance(functions, tuple):  # those of the library; what others do may be for one rank, such as to print
+        if isinstance(functions, tuple):  # only functions of the library: one of the user may be for one rank, to print
             settings[stage] = [
-                (function.__qualname__, *_closure_of(function)) for function in functions if _is_ours(function)
+                (function.__qualname__, *_closed_over(function)) for function in functions if _is_ours(function)
             ]
     return settings
 
 
-def _closure_of(function: Any) -> list[Any]:
-    """Return the numbers with which a function was made."""
+def _closed_over(function: Any) -> list[Any]:
+    """Return the plain values that a function closes over, such as the limit of a clipping."""
     variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return [(name, value) for name, value in variables.items() if isinstance(value, _PLAIN)]
 
 
-def _of_iterator(iterator: Any) -> dict[str, Any]:
-    own = {"class": type(iterator).__qualname__, "per_rank": getattr(iterator, "per_rank", False)}
-    if own["per_rank"]:  # each rank has data of its own
-        return own
+def _iterator_settings(iterator: Any) -> dict[str, Any]:
+    settings = {"class": type(iterator).__qualname__, "per_rank": getattr(iterator, "per_rank", False)}
+    if settings["per_rank"]:  # each rank has its own data, for which the others need not hold
+        return settings
     values = {name: getattr(iterator, name, None) for name in ("batch_size", "repeat", "epoch_length")}
     progress = getattr(iterator, "progress", None)
     length = progress[2] if isinstance(progress, tuple) and len(progress) == 3 else None
     loader = getattr(iterator, "loader", None)
     if loader is not None and hasattr(loader, "drop_last"):
         values |= {"drop_last": loader.drop_last, "sampler": type(getattr(loader, "sampler", None)).__qualname__}
-    return {**own, **values, "length of an epoch": length, **_arguments(iterator)}
+    return {**settings, **values, "length of an epoch": length, **_arguments(iterator)}
 
 
-def _of_model(model: Any) -> dict[str, Any]:
+def _model_settings(model: Any) -> dict[str, Any]:
     clean = name_cleaner(model)
     settings: dict[str, Any] = {
         "class": type(unwrap(model)).__qualname__,
-        **{f"parameter {clean(name)}": _of_tensor(tensor) for name, tensor in model.named_parameters()},
-        **{f"buffer {clean(name)}": _of_tensor(tensor) for name, tensor in model.named_buffers()},
+        **{f"parameter {clean(name)}": _tensor_settings(tensor) for name, tensor in model.named_parameters()},
+        **{f"buffer {clean(name)}": _tensor_settings(tensor) for name, tensor in model.named_buffers()},
         "modules in evaluation mode": [clean(name) for name, module in model.named_modules() if not module.training],
         **{f"fully_shard of {clean(name)}": text for name, text in describe_fsdp(model).items()},
     }
     for name, module in model.named_modules():
         if isinstance(module, _Replicated):
             hooks = [_name_of_function(hook) for hook, _ in getattr(module, "_comm_hooks", ())]
-            settings[f"{clean(name)} in DDP"] = {**{key: getattr(module, key, None) for key in _OF_DDP}, "hooks": hooks}
+            settings[f"{clean(name)} in DDP"] = {
+                **{key: getattr(module, key, None) for key in _DDP_SETTINGS},
+                "hooks": hooks,
+            }
     return settings
 
 
-def _of_tensor(tensor: Any) -> tuple[Any, ...]:
+def _tensor_settings(tensor: Any) -> tuple[Any, ...]:
     shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
     placed = (tensor.placements, tuple(tensor.device_mesh.shape)) if is_sharded(tensor) else ()
     return (shape, str(tensor.dtype), "trained" if tensor.requires_grad else "frozen", *placed)
 
 
-def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
+def _optimizer_settings(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
     settings: dict[str, Any] = {"class": type(optimizer).__qualname__}
     for index, group in enumerate(hyperparameters(optimizer)):
         settings |= {f"{key} of group {index}": value for key, value in group.items()}
@@ -292,8 +302,8 @@ def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
     return settings
 
 
-def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
-    """Return the settings of an extension; one of a user's own may have others for each rank, such as the name of a file."""
+def _extension_settings(entry: Entry, trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of an extension; those of a user's class may differ between ranks, such as the name of a file."""
     extension = entry.extension
     settings = {
         "classes": [type(extension).__name__, type(entry.trigger).__name__],
@@ -304,7 +314,7 @@ def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
     }
     if isinstance(extension, Stateful) and callable(iterators_of := getattr(extension, "get_all_iterators", None)):
         for name, iterator in iterators_of().items():
-            settings |= {f"{key} of iterator {name!r}": value for key, value in _of_iterator(iterator).items()}
+            settings |= {f"{key} of iterator {name!r}": value for key, value in _iterator_settings(iterator).items()}
     scheduler: Any = getattr(extension, "scheduler", None)
     if type(scheduler).__module__ == torch.optim.lr_scheduler.__name__:
         settings |= {f"{key} of the scheduler": value for key, value in scheduler.state_dict().items()}
@@ -316,7 +326,7 @@ def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
 def _arguments(obj: Any) -> dict[str, Any]:
     """Return the arguments with which a class of the library was constructed, as far as its attributes tell them."""
     classes = [cls for cls in type(obj).__mro__ if _is_ours(cls) and "__init__" in vars(cls)]
-    names = {name for cls in classes for name in inspect.signature(vars(cls)["__init__"]).parameters} - _OWN
+    names = {name for cls in classes for name in inspect.signature(vars(cls)["__init__"]).parameters} - _MAY_DIFFER
     arguments = {name: value for name, value in getattr(obj, "__dict__", {}).items() if name in names}
     return {
         **{name: value for name, value in arguments.items() if isinstance(value, _PLAIN)},

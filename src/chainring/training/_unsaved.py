@@ -35,8 +35,8 @@ _ARRAYS = (Tensor, np.ndarray)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _NOT_WALKED = (type, ModuleType, BuiltinMethodType)
-_LIBRARIES = ("chainring.", "torch.")  # their own attributes are saved, settings or caches
-_LIKE_OWN = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")  # of which the state is for the script to save
+_LIBRARIES = ("chainring.", "torch.")  # of which all attributes are saved, settings or caches
+_LIKE_USER = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")  # in torch, but their state is for the script to save
 _DISPLAYS = frozenset({"tqdm", "rich", "wandb", "mlflow", "tensorboard", "matplotlib", "optuna", "logging"})
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ITEMS, _MAX_BYTES = 8, 20_000, 100, 2**26
 _SAMPLED = 2**16  # elements of an array that is looked at in part
@@ -46,7 +46,7 @@ _TIMES = frozenset(
     ["time", "times", "elapsed", "seconds", "duration", "durations", "clock", "wall", "timestamp", "timestamps", "speed"]
 )
 _CACHES = frozenset(["cache", "caches", "cached", "memo"])
-_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _INDEX = re.compile(r"((\[[^\]]*\])+|, length)$")
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
@@ -133,7 +133,7 @@ def attributes_of(trainer: Trainer, stop_trigger: Any = None) -> Attributes:
     walk = _Walk(models.values(), updater.get_all_optimizers().values(), [trainer, *roots.values()])
     for path, root in roots.items():
         walk.visit(path, root, is_root=True)
-    return walk.found
+    return walk.attributes
 
 
 def changed(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
@@ -145,19 +145,21 @@ def changed(before: Attributes, between: Attributes, after: Attributes) -> list[
 
 
 def _has_changed(before: str | None, between: str | None, after: str) -> bool:
+    is_foreign = after.endswith(_FOREIGN)
     if before == after or between is None:
-        return before is not None and before != after and not after.endswith(_FOREIGN)
-    if after.endswith(_FOREIGN) and before in (None, between):
+        return before is not None and before != after and not is_foreign
+    if is_foreign and before in (None, between):
         return False
-    return between != after if before in (None, "None") or after.endswith(_FOREIGN) else True
+    may_be_cache = is_foreign or before in (None, "None")
+    return between != after or not may_be_cache
 
 
-def unsaved(paths: Iterable[str], expected: Attributes, found: Attributes) -> dict[str, str]:
-    """Return by path, of those that have changed, how what is found after loading differs from what state would be."""
+def unsaved(paths: Iterable[str], expected: Attributes, loaded: Attributes) -> dict[str, str]:
+    """Return by path how changed attributes differ after loading from what they were when the state was saved."""
     differing: dict[str, str] = {}
     for path in paths:
-        if expected.get(path) != found.get(path):
-            texts = (texts_at.get(path, "nothing").removesuffix(_FOREIGN) for texts_at in (expected, found))
+        if expected.get(path) != loaded.get(path):
+            texts = (texts_at.get(path, "nothing").removesuffix(_FOREIGN) for texts_at in (expected, loaded))
             differing.setdefault(_INDEX.sub("", path), " -> ".join(texts))
     return differing
 
@@ -181,18 +183,18 @@ class _Walk:
     """A walk through objects, each once, that records plain values, arrays and random generators."""
 
     def __init__(self, models: Iterable[nn.Module], optimizers: Iterable[Any], roots: Iterable[Any]) -> None:
-        self.found: Attributes = {}
+        self.attributes: Attributes = {}
         self._saved = {id(module) for model in models if isinstance(model, nn.Module) for module in model.modules()}
         self._saved |= set(map(id, optimizers))
         self._visited: dict[int, Any] = {}  # kept alive, so that no id is given out twice
         self._roots = set(map(id, roots))  # each has a path of its own
         self._bytes_left = _MAX_BYTES
 
-    def visit(self, path: str, value: Any, depth: int = 0, origin: str = "own", is_root: bool = False) -> None:
-        """Record a value and whatever it refers to; of a library's own attribute only user objects inside it."""
+    def visit(self, path: str, value: Any, depth: int = 0, origin: str = "user", is_root: bool = False) -> None:
+        """Record a value and whatever it refers to; of an attribute of a library only the user's objects in it."""
         if isinstance(value, _PLAIN + _ARRAYS):
-            if origin != "library" and not _is_of(_CACHES, path):
-                is_left_out = is_time(value) or (isinstance(value, (float, *_ARRAYS)) and _is_of(_TIMES, path))
+            if origin != "library" and not _is_named(_CACHES, path):
+                is_left_out = is_time(value) or (isinstance(value, (float, *_ARRAYS)) and _is_named(_TIMES, path))
                 self._record(path, "a time" if is_left_out else self._describe(value), origin)
             return
         if id(value) in self._visited or (id(value) in self._roots and not is_root):
@@ -201,25 +203,25 @@ class _Walk:
             return
         self._visited[id(value)] = value
         if isinstance(value, _GENERATORS):
-            self._record(path, f"a {type(value).__name__} in state {checksum(_state_of(value))}", "own")
+            self._record(path, f"a {type(value).__name__} in state {checksum(_state_of(value))}", "user")
         elif isinstance(value, torch.optim.Optimizer):
             if id(value) not in self._saved:
-                self._record(path, f"an optimizer in state {checksum(value.state_dict())}", "own")
+                self._record(path, f"an optimizer in state {checksum(value.state_dict())}", "user")
         elif any(_package(base) in _DISPLAYS for base in type(value).__mro__):
             return
         elif not (origin == "foreign" and path.startswith("updater.iterator:") and has_state(value)):
             # A dict that grows is a cache, and results are collected in lists that a script has in variables.
             is_counted = isinstance(value, _CONTAINERS) and not isinstance(value, dict) and not path.endswith("'")
-            if is_counted and origin != "library" and not _is_of(_CACHES | _TIMES, path):
+            if is_counted and origin != "library" and not _is_named(_CACHES | _TIMES, path):
                 self._record(f"{path}, length", str(len(value)), origin)
             for child_path, child, child_origin in self._references(path, value, origin):
                 self.visit(child_path, child, depth + 1, child_origin)
 
     def _record(self, path: str, text: str, origin: str) -> None:
-        self.found[path] = text + (_FOREIGN if origin == "foreign" else "")
+        self.attributes[path] = text + (_FOREIGN if origin == "foreign" else "")
 
     def _describe(self, value: Any) -> str:
-        """Return the description of a value; of an array beyond what is read in all, that of elements at equal distances."""
+        """Return the description of a value; when too many bytes were read already, that of evenly spaced elements."""
         try:
             if isinstance(value, _ARRAYS):
                 self._bytes_left -= value.nbytes
@@ -231,7 +233,7 @@ class _Walk:
             return type(value).__name__
 
     def _references(self, path: str, value: Any, origin: str) -> Iterator[tuple[str, Any, str]]:
-        """Yield the objects that one refers to: the path, the object, and who has made the reference."""
+        """Yield the path, the object and the origin of everything that a value refers to."""
         if isinstance(value, _CONTAINERS):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in [*itertools.islice(items, _MAX_ITEMS)]:
@@ -240,18 +242,18 @@ class _Walk:
             for index, item in enumerate((value.func, value.args, value.keywords)):
                 yield f"{path}[{index}]", item, "library"
         elif isinstance(value, MethodType):
-            yield path, value.__self__, "own"
-            yield path, value.__func__, "own"
-        elif isinstance(value, FunctionType):  # of a user's its attributes, and the variables of others that it uses
-            if _origin(value) == "own":
+            yield path, value.__self__, "user"
+            yield path, value.__func__, "user"
+        elif isinstance(value, FunctionType):  # a user's: its attributes, and the outer variables that it uses
+            if _origin(value) == "user":
                 for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                     if hasattr(cell, "cell_contents"):
-                        yield f"{path}, variable {name!r}", cell.cell_contents, "own"
+                        yield f"{path}, variable {name!r}", cell.cell_contents, "user"
                 for name in value.__code__.co_names:
                     if name in value.__globals__:
-                        yield f"{path}, variable {name!r}", value.__globals__[name], "own"
+                        yield f"{path}, variable {name!r}", value.__globals__[name], "user"
                 for name, item in vars(value).items():
-                    yield f"{path}.{name}", item, "own"
+                    yield f"{path}.{name}", item, "user"
         elif not isinstance(value, _NOT_WALKED) and _package(type(value)) not in sys.stdlib_module_names:
             yield from self._of_attributes(path, value)
 
@@ -259,7 +261,7 @@ class _Walk:
         cls, is_module, origin_of = type(value), isinstance(value, nn.Module), _attribute_origins(type(value))
         attributes = dict(getattr(value, "__dict__", {}))
         for base in reversed(cls.__mro__):
-            if _origin(base) == "own":
+            if _origin(base) == "user":
                 slots = vars(base).get("__slots__", ())
                 names = [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
                 attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -274,49 +276,49 @@ class _Walk:
                 yield f"{path}.{name}{_NOT_PERSISTENT}", value._buffers[name], _origin(cls)
             if id(value) not in self._saved:
                 for name, item in {**value._parameters, **value._buffers}.items():
-                    yield f"{path}.{name}", item, "own"
+                    yield f"{path}.{name}", item, "user"
             for name, child in value._modules.items():
-                yield f"{path}.{name}", child, "own"
+                yield f"{path}.{name}", child, "user"
 
 
 def _attribute_origins(cls: type) -> Callable[[str], str]:
-    """Return a function of an attribute's name that says whose it is, as `_origin` does of classes.
+    """Return a function that gives the origin of an attribute by its name, as `_origin` does of a class.
 
-    It is the user's if the methods of the user's classes speak of it, else that of the class that these extend.
+    An attribute is the user's if a method of a user's class mentions it, and else belongs to the class that these extend.
     """
     origins = [_origin(base) for base in cls.__mro__ if _package(base) not in sys.stdlib_module_names]
-    extended = next((origin for origin in origins if origin != "own"), "own")
-    if _origin(cls) != "own" or extended == "own":
+    extended = next((origin for origin in origins if origin != "user"), "user")
+    if _origin(cls) != "user" or extended == "user":
         return lambda name: origins[0]
     if issubclass(cls, nn.Module):
-        return lambda name: "library" if name in _OF_MODULES else "own"
-    members = [vars(base) for base in cls.__mro__ if _origin(base) == "own"]
+        return lambda name: "library" if name in _MODULE_ATTRIBUTES else "user"
+    members = [vars(base) for base in cls.__mro__ if _origin(base) == "user"]
     methods = [item for names in members for item in names.values() if isinstance(item, FunctionType)]
-    spoken_of = set(itertools.chain(*members, *(method.__code__.co_names for method in methods)))
-    return lambda name: "own" if name in spoken_of else extended
+    mentioned = set(itertools.chain(*members, *(method.__code__.co_names for method in methods)))
+    return lambda name: "user" if name in mentioned else extended
 
 
 def _origin(definition: Any) -> str:
-    """Return whether a class or function is of a library that is known, of another installed package, or the user's own."""
+    """Return who defines a class or function: ``"library"`` (Chainring, PyTorch, Python), ``"foreign"``, or ``"user"``."""
     return _origin_of_module(str(definition.__module__))
 
 
 @functools.cache
 def _origin_of_module(name: str) -> str:
-    if f"{name}.".startswith(_LIKE_OWN):
-        return "own"
+    if f"{name}.".startswith(_LIKE_USER):
+        return "user"
     if f"{name}.".startswith(_LIBRARIES) or name.partition(".")[0] in sys.stdlib_module_names:
         return "library"
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "foreign" if re.search(r"[/\\](site|dist)-packages[/\\]", file) else "own"
+    return "foreign" if re.search(r"[/\\](site|dist)-packages[/\\]", file) else "user"
 
 
 def _package(definition: Any) -> str:
     return str(definition.__module__).partition(".")[0]
 
 
-def _is_of(words: frozenset[str], path: str) -> bool:
-    """Return whether the last name of a path is made of one of these words."""
+def _is_named(words: frozenset[str], path: str) -> bool:
+    """Return whether the last name of a path contains one of these words, such as ``time`` in ``start_time``."""
     name = re.split(r"[.']", _INDEX.sub("", path).removesuffix("'"))[-1]
     return not words.isdisjoint(name.lower().split("_"))
 

@@ -140,7 +140,7 @@ class Extension(Stateful):
         """Release resources; called once when a run ends, with or without an error."""
 
 
-Entry.defaults = Extension()  # for which it would have to import this module, and trainers import that of entries
+Entry.defaults = Extension()  # set from here, because the module of Entry cannot import this one: that would be a cycle
 
 
 def make_extension(

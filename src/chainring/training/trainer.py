@@ -23,8 +23,8 @@ from chainring.serializers.protocol import (
     Deserializer,
     Stateful,
     announce_change,
+    printing_changes,
     recording_changes,
-    telling_changes,
     visit_if_stateful,
     visit_setting,
 )
@@ -222,7 +222,7 @@ class Trainer(Stateful):
             entry.name = f"{entry.base_name}_{suffix}"
         self._entries[entry.name] = entry
         loaded = self._run.loaded_state
-        with telling_changes(loaded.untold, is_complete=False):
+        with printing_changes(loaded.unprinted, is_complete=False):
             loaded.restore(self, is_complete=False)
 
     @overload
@@ -256,17 +256,17 @@ class Trainer(Stateful):
             return self._entries[name].extension
         if not isinstance(name, type):
             raise TypeError(f"an extension is known by its name or its class, such as LogReport; got {name!r}")
-        everyone = {key: entry.extension for key, entry in self._entries.items()}
-        named = {key: extension for key, extension in everyone.items() if type(extension) is name}
-        named = named or {key: extension for key, extension in everyone.items() if isinstance(extension, name)}
-        if not named:
-            registered = (f"{key} ({type(extension).__name__})" for key, extension in everyone.items())
+        extensions = {key: entry.extension for key, entry in self._entries.items()}
+        matching = {key: extension for key, extension in extensions.items() if type(extension) is name}
+        matching = matching or {key: extension for key, extension in extensions.items() if isinstance(extension, name)}
+        if not matching:
+            registered = (f"{key} ({type(extension).__name__})" for key, extension in extensions.items())
             raise KeyError(f"no extension of class {name.__name__}; registered: {', '.join(registered) or 'none'}")
-        first, *others = named.values()
+        first, *others = matching.values()
         if any(other is not first for other in others):
             raise ValueError(
-                f"get_extension({name.__name__}) returns the only extension of that class, and there are {len(named)}: "
-                f"{', '.join(named)}; give the name of one of them"
+                f"get_extension({name.__name__}) returns the only extension of that class, and there are {len(matching)}: "
+                f"{', '.join(matching)}; give the name of one of them"
             )
         return first
 
@@ -289,7 +289,7 @@ class Trainer(Stateful):
             raise RuntimeError("a trainer can run only once; make a new one, and load a snapshot or state_dict to continue")
         with contextlib.ExitStack() as stack:
             self.interruption = stack.enter_context(Interruption(self.comm))
-            if self.comm.world.size > 1:  # where each rank says where it is, for one that waits
+            if self.comm.world.size > 1:  # a rank that waits too long for this one shows where it is
                 stack.enter_context(reporting_position(lambda: (self.updater.iteration, self.extension_name)))
             try:
                 run.open(self)
@@ -401,19 +401,21 @@ class Trainer(Stateful):
         if is_loading and run.started_at is not None:
             raise RuntimeError("state must be loaded before run(), which has started; make a new trainer and load into that")
         if run.loaded_state.exists and not is_loading:
-            run.loaded_state.restore(self)  # saved before the run, what was loaded is complete too
+            run.loaded_state.restore(self)  # a trainer that is loaded and saved, without a run, keeps all state
         run.loaded_state.changes = {} if is_loading else run.loaded_state.changes
         with contextlib.ExitStack() as stack:
             if is_loading:
-                stack.enter_context(telling_changes(run.loaded_state.untold))
+                stack.enter_context(printing_changes(run.loaded_state.unprinted))
                 stack.enter_context(recording_changes(run.loaded_state.changes))
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
-            known = [] if is_loading else [entry.identify(self) for entry in entries]
-            classes = serializer("extension_types", {row.name: [row.kind[1], row.trigger_class] for row in known})
-            others = {row.name: [row.kind[0], *map(list, row.texts), row.trigger] for row in known}
-            others = serializer("extension_identities", others)
+            # What recognizes each extension in another run, in two entries; `LoadedState.begin` puts them together.
+            here = [] if is_loading else [entry.identify(self) for entry in entries]
+            classes = serializer("extension_types", {row.name: [row.kind[1], row.trigger_class] for row in here})
+            identities = {row.name: [row.kind[0], *map(list, row.texts), row.trigger] for row in here}
+            identities = serializer("extension_identities", identities)
+
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             visit_setting(serializer, "stop_trigger_setting", describe(self.stop_trigger, as_setting=True), "stop trigger")
             generators = _visit_generators(serializer["generators"], self.comm, run.loaded_state.generators)
@@ -421,10 +423,10 @@ class Trainer(Stateful):
             if isinstance(serializer, Deserializer):
                 self.reported = Reported({key: observation(key, None) for key in serializer["observation"].paths()})
                 run.earlier_time = elapsed_time
-                with contextlib.suppress(AttributeError):  # of an updater that computes it
+                with contextlib.suppress(AttributeError):  # an updater may compute it, in a property
                     self.updater.weight = weight
-                run.loaded_state.begin(serializer, classes, others, generators, self)
-                return
+                run.loaded_state.begin(serializer, classes, identities, generators, self)
+                return  # extensions are loaded by `LoadedState`, now or when they are registered
             for key, value in self.reported.observation().items():
                 if is_scalar(value):
                     observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
@@ -508,7 +510,7 @@ def _take_final_snapshots(trainer: Trainer, is_interrupted: bool) -> None:
     try:
         if due:
             _take_snapshots(trainer, [_step_of(entry, trainer) for entry in due])
-        for entry in due if is_interrupted else ():  # what is told is on the disk
+        for entry in due if is_interrupted else ():  # only what is on the disk is reported as saved
             entry.optional("wait")()
     finally:
         if is_interrupted:
@@ -532,10 +534,10 @@ def _describe_finished(trainer: Trainer) -> str:
     """Return in words why a resumed run makes no update, and what lets it train further."""
     updater, trigger = trainer.updater, trainer.stop_trigger
     epoch = f"epoch {updater.epoch}, " if getattr(updater, "counts_epochs", True) else ""
-    place = f"already finished at {epoch}iteration {updater.iteration}"
+    position = f"already finished at {epoch}iteration {updater.iteration}"
     if not isinstance(trigger, ReachedTrigger):
-        return f"{place}: {describe(trigger)} stops the training here; give another stop trigger to train further"
+        return f"{position}: {describe(trigger)} stops the training here; give another stop trigger to train further"
     seconds = f", {trainer.elapsed_time:.0f} seconds" if trigger.unit == "second" else ""
     further = f'raise the stop trigger to train further, for example to ({2 * trigger.length:g}, "{trigger.unit}"), '
     further += "or give another out= for a new run"
-    return f'{place}{seconds}: the stop trigger is ({trigger.length:g}, "{trigger.unit}"); {further}'
+    return f'{position}{seconds}: the stop trigger is ({trigger.length:g}, "{trigger.unit}"); {further}'

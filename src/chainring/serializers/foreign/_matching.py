@@ -43,7 +43,7 @@ class ModelPlan:
 def plan_models(
     path: Path, saved: ForeignCheckpoint, models: Mapping[str, nn.Module], prefix: str, strict: bool
 ) -> list[ModelPlan]:
-    """Return what of the state dicts in a checkpoint belongs to each model, of one model that below ``prefix``."""
+    """Return the entries of each model in a checkpoint; those of a single model are below ``prefix``."""
     if len(models) == 1:
         (name,) = models
         if prefix in saved.models:
@@ -67,7 +67,7 @@ def plan_models(
 def _plan_model(
     path: Path, label: str, model: nn.Module, saved: Entries, prefix: str, is_ordered: bool, strict: bool
 ) -> ModelPlan:
-    """Return what of a state dict belongs to a model, below ``prefix`` or wherever all names of the model are found."""
+    """Return the entries of a model in a state dict, below ``prefix`` or below the one that all of its names have there."""
     own, clean = state_entries(model), name_cleaner(model)
     live, values = {clean(name): name for name in own}, {clean(name): value for name, value in own.items()}
     tied = _tied(model, own, clean)
@@ -133,9 +133,9 @@ def _match(saved: Mapping[str, str], own: list[str], tied: Mapping[str, list[str
     A prefix is assumed only where with it every entry of the model is found, and without it not.
     """
 
-    def is_complete(found: Iterable[str]) -> bool:
-        there = set(found)
-        return all(not there.isdisjoint(tied.get(name, [name])) for name in own)
+    def is_complete(names: Iterable[str]) -> bool:
+        given = set(names)
+        return all(not given.isdisjoint(tied.get(name, [name])) for name in own)
 
     if is_complete(saved.values()) or not own or not saved:
         return dict(saved), ""
@@ -173,7 +173,7 @@ def _kind(tensor: Tensor) -> str:
 def plan_optimizer(
     path: Path, label: str, optimizer: Any, saved: SavedOptimizer, models: list[ModelPlan], strict: bool
 ) -> tuple[Callable[[], None], list[str]]:
-    """Return what gives the saved state to the parameters here, and in words what will be loaded.
+    """Return a function that loads the saved state into the optimizer, and in words what it will load.
 
     State saved by names is found by name. State saved by numbers is found by their order in the groups, if the groups are
     as large here, every entry has the shape of its parameter, and no other order is as likely.
@@ -219,9 +219,9 @@ def _keys_in_order(optimizer: Any, saved: SavedOptimizer, models: list[ModelPlan
     for plan in models:
         clean = name_cleaner(plan.model)
         own = [clean(name) for name, parameter in plan.model.named_parameters() if id(parameter) in parameters]
-        there = own if plan.order is None else [name for name in plan.order if name in set(own)]
-        if there != [name for name in own if name in set(there)]:
-            name, own_name = next(pair for pair in zip(there, own, strict=False) if pair[0] != pair[1])
+        saved_order = own if plan.order is None else [name for name in plan.order if name in set(own)]
+        if saved_order != [name for name in own if name in set(saved_order)]:
+            name, own_name = next(pair for pair in zip(saved_order, own, strict=False) if pair[0] != pair[1])
             raise ValueError(
                 f"holds numbers in place of names, and the saved model has {name!r} where this one has {own_name!r}, so "
                 "that it is not certain which is which: define the modules in the saved order"

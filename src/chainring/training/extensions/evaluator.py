@@ -20,7 +20,7 @@ from chainring.converters import Converter, Device, as_device, concat_examples, 
 from chainring.datasets._columns import count_examples, require_count, take_examples
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
-from chainring.reporting._metrics import all_over_ranks, fresh_metrics, is_metric, undone
+from chainring.reporting._metrics import all_over_ranks, fresh_metrics, is_metric, restored
 from chainring.reporting.media import Media, report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, is_scalar
@@ -67,7 +67,7 @@ class Evaluator(Extension):
         virtual_ranks: the number of parts in which each batch is evaluated, the examples ``batch[v::virtual_ranks]`` in
             part v, each with its own random numbers, so that the results are equal to the last bit on 1 to
             ``virtual_ranks`` ranks. The default is that of the updater. Changes that a forward pass makes to buffers are
-            undone, and images, texts and histograms are those of part 0. A torchmetrics object is exact if its states are
+            restored, and images, texts and histograms are those of part 0. A torchmetrics object is exact if its states are
             counts; a metric object of your own without ``sync`` must count in integers, which are summed over the ranks.
 
     Raises:
@@ -258,7 +258,7 @@ class Evaluator(Extension):
                 summary.add({key: value for key, value in observation.items() if not is_metric(value)}, weight)
                 done += 1
             for _ in range(max(least, int(index == 0)) - done):
-                with undone(metrics.values()):
+                with restored(metrics.values()):
                     observation, _ = forward_and_restore(take_examples(batch, slice(0, 1)), False)
                 for key, value in observation.items():
                     if is_metric(value) and key not in metrics:

@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 _SMALL = 1_000_000  # bytes up to which the array is replaced after each row, and the rows stay in memory
 _SECONDS = 30.0  # between two replacements of a larger array
-_LOSS = "the log continues without its earlier rows, {} of them"
+_LOST_ROWS = "the log continues without its earlier rows, {} of them"
 
 
 class RecordWriter(Protocol):
@@ -218,7 +218,7 @@ class _Rows:
         if not self._stored.size:
             return self._recent
         if (text := self._stored.read()) is None:
-            self._stored.warn_of_loss(_LOSS.format(self.count - len(self._recent)))
+            self._stored.warn_of_loss(_LOST_ROWS.format(self.count - len(self._recent)))
             return list(self._recent)
         return [*_parse(text), *self._recent]
 
@@ -237,7 +237,7 @@ class _Rows:
         make_folder(out, Path(self._filename).parent)
         if earlier != self._filename:
             set_rows_aside(path)
-        self._file, loss = replace(self._stored), _LOSS.format(self.count - len(self._recent))
+        self._file, loss = replace(self._stored), _LOST_ROWS.format(self.count - len(self._recent))
         if not self._file.begin(path, b"".join(map(_line, self._recent)), loss=loss):
             self._stored, self.count = AppendOnly(), len(self._recent)
         self._stored.path = path
@@ -299,7 +299,7 @@ class _Rows:
                 self._recent = _parse(text)
             else:
                 self._written = None
-                stored.warn_of_loss(_LOSS.format(in_file[3]))
+                stored.warn_of_loss(_LOST_ROWS.format(in_file[3]))
         self.count = stored_count + len(self._recent)
         if not serializer.comm.is_main:  # now, because rank 0 writes the file as soon as all have loaded
             self._keep_in_memory()
@@ -369,7 +369,7 @@ class _Media:
         return media
 
     def of_rows(self) -> dict[int, Mapping[str, Media]]:
-        """Return what earlier rows have, by their number; it is read from the file when it is asked for."""
+        """Return the media of earlier rows by row number, read from the file when they are asked for."""
         media: dict[int, Mapping[str, Media]] = {}
         start = 0
         if self._file.path is not None and self._file.size:

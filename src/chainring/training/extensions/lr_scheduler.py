@@ -38,11 +38,11 @@ class Scheduler(Protocol):
 
 
 class _Settings(NamedTuple):
-    """The settings of the groups now, when the scheduler was passed to the extension, and when the updater was made."""
+    """The settings of the groups at three times."""
 
-    groups: Groups
-    made: Groups
-    constructed: Groups
+    groups: Groups  # now
+    made: Groups  # when the scheduler was passed to the extension
+    constructed: Groups  # when the updater was made
 
 
 class LRScheduler(Extension):
@@ -95,7 +95,7 @@ class LRScheduler(Extension):
         self._made = copy_settings(self._optimizer)
         self._constructed: Groups = []
         self._restored: _Settings | None = None  # until the run starts
-        self._groups_at_load: Groups = []  # what the script sets after that, holds
+        self._groups_at_load: Groups = []  # settings that differ from these at the start were set by the script, and stay
         self._means = IntervalMeans([monitor] if monitor else [])
         self._warning = OneTimeWarning()
         self._has_stepped = False
@@ -252,16 +252,16 @@ def set_value(group: dict[str, Any], key: str, value: Any) -> None:
         current.fill_(value)
 
 
-def are_equal(one: Any, other: Any) -> bool:
+def are_equal(first: Any, second: Any) -> bool:
     """Return True if two settings are equal; a tensor equals the number that it becomes when `set_value` sets it."""
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
-    if isinstance(other, Tensor) and not isinstance(one, Tensor):
-        one, other = other, one
-    if isinstance(one, Tensor):
-        if not isinstance(other, (Tensor, int, float)):
+    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
+        return len(first) == len(second) and all(map(are_equal, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(are_equal(value, second[key]) for key, value in first.items())
+    if isinstance(second, Tensor) and not isinstance(first, Tensor):
+        first, second = second, first
+    if isinstance(first, Tensor):
+        if not isinstance(second, (Tensor, int, float)):
             return False
-        return torch.equal(one, torch.as_tensor(other, dtype=one.dtype, device=one.device).expand_as(one))
-    return bool(one == other)
+        return torch.equal(first, torch.as_tensor(second, dtype=first.dtype, device=first.device).expand_as(first))
+    return bool(first == second)

@@ -23,8 +23,8 @@ from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 
-_OTHERS = (".lock", "run.json")  # that every run has in its out
-_LOSSES = 2  # in a row, which with more of them could have more than 48 bytes
+_RESERVED = (".lock", "run.json")  # that every run has in its out
+_MAX_LOSSES = 2  # in a row: with more of them it could take more than 48 bytes
 _TYPES = {getattr(torch, name): index for index, name in enumerate(LOSS_TYPES) if index}
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -66,7 +66,7 @@ class Recorder(Extension):
         if not isinstance(filename, str) or not filename:
             raise TypeError(f'filename is a name in out, such as "recorder.bin"; got {filename!r}')
         path = PurePath(filename)
-        if path.is_absolute() or ".." in path.parts or str(path) in _OTHERS:
+        if path.is_absolute() or ".." in path.parts or str(path) in _RESERVED:
             raise ValueError(f'filename is a name in out, such as "recorder.bin", and not one of the run; got {filename!r}')
         self.trigger = get_trigger(parameters)
         self._filename = filename
@@ -80,8 +80,8 @@ class Recorder(Extension):
         self._names: list[str] = []  # of the tensors in the digests that were written last
         self._rows: list[tuple[list[Any], dict[str, Any]]] = []  # of iterations to be read: ends of the batches, losses
         self._keys: list[str] = []  # of the last observation
-        self._losses: list[str] = []  # those of them that are losses
-        self._digests: dict[int, StateDigests] = {}  # those neither
+        self._losses: list[str] = []  # the keys of losses among them
+        self._digests: dict[int, StateDigests] = {}  # by iteration, not read yet either
         self._last = 0
 
     @property
@@ -125,7 +125,7 @@ class Recorder(Extension):
         # The block of the iteration before is complete now, and not then: its digests came after its row.
         is_complete = self._last and (iteration % ROWS == 1 or iteration != self._last + 1)
         if is_complete and (block := self._read()) is not None:
-            if self._last % ROWS:  # a snapshot may have been taken there, and is in another run taken elsewhere
+            if self._last % ROWS:  # only for a snapshot; equal runs may take theirs elsewhere, and have equal files
                 block.generators = 0
             self._file.append(block.encode(self._names))
             self._count += 1
@@ -136,7 +136,7 @@ class Recorder(Extension):
         if list(reported.values) != self._keys:
             self._keys = list(reported.values)
             losses = [key for key in self._keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
-            self._losses = sorted(losses, key=lambda key: (key != "main/loss", key))  # those first that are recorded
+            self._losses = sorted(losses, key=lambda key: (key != "main/loss", key))  # the recorded ones first
         assert self._batches is not None
         self._rows.append((self._batches.take(), {name: reported[name] for name in self._losses}))
         self._generators = 0 if iteration % ROWS else _random.digest_generators()
@@ -158,7 +158,7 @@ class Recorder(Extension):
             losses: dict[str, Bits] = {}
             for name, value in reported.items():
                 number = value[0] if type(value) is tuple and len(value) == 2 else value
-                if len(losses) < _LOSSES and is_scalar(number):
+                if len(losses) < _MAX_LOSSES and is_scalar(number):
                     losses[name] = 0, 0
                     tensor = _as_tensor(number)
                     groups[tensor.dtype, tensor.device].append((losses, name, tensor))

@@ -44,7 +44,7 @@ class Shift(Extension):
         self.optimizer = optimizer
         self.target = None if target is None else _check_number("target", target)
         self._grows = grows  # the factor, with the calls
-        self._live: Any = None  # the optimizer, from `initialize` on
+        self._running_optimizer: Any = None  # the optimizer, from `initialize` on
         self._reset()
         if self.init is not None:
             self._check_target(self.init)
@@ -55,9 +55,9 @@ class Shift(Extension):
 
     def _reset(self) -> None:
         self._calls = 0
-        self._found: float | None = None  # the initial value, where `init` is None
+        self._initial_value: float | None = None  # the initial value, where `init` is None
         self._constructed: list[Any] = []
-        self._was_last: bool | None = None  # to set the attribute, in the saved run; None if there was none
+        self._was_last: bool | None = None  # in the saved run, whether it set the attribute last; None without one
 
     def factor(self, calls: int) -> float:
         """Return the factor of the initial value after a number of calls; a subclass defines this method or `value`."""
@@ -82,10 +82,10 @@ class Shift(Extension):
             self._reset()
         constructed = [group.get(self.attr) for group in constructed_settings(trainer.updater, optimizer)]
         is_changed = bool(constructed and self._constructed) and not are_equal(constructed, self._constructed)
-        if self.init is None and (self._found is None or is_changed):
-            self._found = self._common_value(constructed if is_changed else values)
+        if self.init is None and (self._initial_value is None or is_changed):
+            self._initial_value = self._common_value(constructed if is_changed else values)
         self._check_target(self._initial())
-        self._live, self._constructed = optimizer, constructed
+        self._running_optimizer, self._constructed = optimizer, constructed
         if was_last is not False:  # otherwise another extension had set the attribute since, and its value was restored
             self._set_value()
 
@@ -95,11 +95,11 @@ class Shift(Extension):
 
     def _set_value(self) -> None:
         value = self.value(self._calls, self._initial())
-        for group in self._live.param_groups:
+        for group in self._running_optimizer.param_groups:
             set_value(group, self.attr, value)
 
     def _initial(self) -> float:
-        return self._found if self.init is None else self.init  # type: ignore[return-value]
+        return self._initial_value if self.init is None else self.init  # type: ignore[return-value]
 
     def _values(self, optimizer: Any) -> list[Any]:
         """Return the value of each group; refuse a group without the attribute, and anything but a number."""
@@ -136,16 +136,16 @@ class Shift(Extension):
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         was_last = self._was_last
-        if self._live is not None and isinstance(serializer, Serializer):
+        if self._running_optimizer is not None and isinstance(serializer, Serializer):
             value = self.value(self._calls, self._initial())
-            was_last = all(are_equal(current, value) for current in self._values(self._live))
+            was_last = all(are_equal(current, value) for current in self._values(self._running_optimizer))
         attr = serializer("attr", self.attr)
         self._calls = serializer("calls", self._calls)
-        self._found = serializer("found", self._found)
+        self._initial_value = serializer("found", self._initial_value)
         self._constructed = serializer("constructed", self._constructed)
         was_last = serializer("was_last", was_last)
         if not isinstance(serializer, Serializer):
-            self._live, self._was_last = None, was_last
+            self._running_optimizer, self._was_last = None, was_last
             if attr != self.attr:  # settings are never state: what is known of another attribute says nothing
                 self._reset()
 

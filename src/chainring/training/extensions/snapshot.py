@@ -38,11 +38,10 @@ from chainring.training.trainer import Trainer
 Filename = str | Callable[[Trainer], str]
 Write = Callable[[], None]
 
-# Keys of a manifest: the series of a snapshot, that it was taken because the run ended, and of several extensions with one
-# name those that have taken it.
+# Keys of a manifest.
 _SERIES = "series"
-_FINAL = "out of turn"
-_TAKERS = "taken by"
+_FINAL = "out of turn"  # only because the run ended, and not because a trigger fired
+_TAKERS = "taken by"  # where several extensions have one name, those whose triggers fired
 
 _RULE = 'filename is a name in out, such as "snapshot_iter_{.updater.iteration}" or "best", or a function of the trainer'
 
@@ -210,7 +209,8 @@ class Snapshot(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         siblings, name, wanted = self._join_series(trainer), str(trainer.extension_name), self._series.wanted
-        if name not in wanted:  # the first of those that are due
+        # The first extension of a series that is due asks all of them, and takes one snapshot for those that want it.
+        if name not in wanted:
             due = {name: self} | {entry.name: entry.extension for entry in siblings if entry.is_due}
             wanted |= {
                 taker: (condition := extension._condition) is None or trainer.comm.broadcast_object(bool(condition()))
@@ -223,7 +223,7 @@ class Snapshot(Extension):
         if trainer.comm.is_main:  # it may be called by hand before the run, to keep the state that it starts from
             os.makedirs(trainer.out, exist_ok=True)
         write = self._prepare(trainer, siblings, takers)
-        wanted |= dict.fromkeys(wanted, False)  # the others need not take it too
+        wanted |= dict.fromkeys(wanted, False)  # this snapshot is theirs, too
         if write is None:
             return
         # A run that continues from this one does not take the others of its iteration again: they are on the disk before it.

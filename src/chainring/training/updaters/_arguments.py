@@ -166,7 +166,7 @@ def check_call(
 ) -> None:
     """Refuse the one of these functions that was called, if its parameters do not fit the arguments."""
     inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}" if kwargs else "no inputs"
-    function = next(each for each in (eval_func, loss_func, model) if each is not None)
+    function = next(given for given in (eval_func, loss_func, model) if given is not None)
     forward, name = function.forward if isinstance(function, nn.Module) else function, _name(function)
     if eval_func is not None:
         rule = f"eval_func is called with {inputs}, which are the batch, without the model"

@@ -1,4 +1,4 @@
-"""Compiled updates: whole ones in one function of ``torch.compile``, or in stages the loss and its gradients."""
+"""Updates by ``torch.compile``: whole ones in one function, or only the loss and its gradients in one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Compiled:
     """Computes the updates of an updater in compiled functions, and leaves to it what cannot be compiled.
 
     An update of one micro-batch of one process is one function, steps included, in which a learning rate may change without
-    a new compilation. In all others, and where callbacks run within the computation, the loss and its gradients are one.
+    a new compilation. In all other updates, and where callbacks run within the computation, one function computes the loss
+    and its gradients.
     """
 
     def __init__(self, scheme: Scheme) -> None:
@@ -53,7 +54,7 @@ class Compiled:
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._one = torch.ones((), **self._options)
         self._rates: list[Tensor] = []  # the learning rate of each parameter group
-        self._numbers: list[Any] = []  # that they were filled with
+        self._filled_rates: list[Any] = []  # the numbers that they were filled with
         averages = scheme.mean is not None
         # Without captured graphs, whose next run would overwrite gradients that are still to be added to.
         gradients = partial(_gradients, forward, scheme.precision, self._parameters, averages)
@@ -65,8 +66,8 @@ class Compiled:
 
     @property
     def computes_whole_updates(self) -> bool:
-        """True if no gradient has to be cleared before an update: it is written to where it is."""
-        return self._update is not None and self._update.is_of_use and not self._scheme.updater.callbacks.are_within
+        """True if an update is one function, which overwrites gradients, so that none is to be cleared before."""
+        return self._update is not None and self._update.is_usable and not self._scheme.updater.callbacks.are_within
 
     def run_update(self, update: Update, inputs: Any) -> bool:
         """Compute a whole update; return False, with the gradients cleared, if it is to be computed in stages."""
@@ -77,21 +78,21 @@ class Compiled:
         steps = not any(hooked) and not any(group.get("fused") for o in self._optimizers for group in o.param_groups)
         captures = self._one.device.type == "cuda"
         # hot path: "Chainring, compile=True, fused Adam" in benchmarks/epochs.py, where copies would take 0.5 ms of 7
-        fills = steps or captures
-        found: Any = None
+        fills = steps or captures  # gradients are written into the memory of `parameter.grad`, else returned
+        results: Any = None
         with self._tensors_as_rates():
-            for parameter in self._parameters:  # gradients are allocated where they are filled, else released
+            for parameter in self._parameters:
                 if not (fills and parameter.requires_grad):
                     parameter.grad = None
                 elif parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             if not self._is_hooked(self._update):
-                found = self._update(fills, steps, inputs, self._one)
+                results = self._update(fills, steps, inputs, self._one)
         if self._update.is_eager:
             for optimizer in self._optimizers:
                 clear_gradients(optimizer)
             return False
-        weight, gradients = found
+        weight, gradients = results
         if not fills:
             _add_gradients(self._parameters, gradients)
         for optimizer in self._optimizers:
@@ -100,31 +101,31 @@ class Compiled:
             else:
                 step_optimizer(optimizer)
         if captures:  # the next run of a captured graph overwrites its outputs
-            weight = _copied(weight)
+            weight = _clone(weight)
             if (reporter := current.reporter) is not None:
-                reporter.observation.update({key: _copied(value) for key, value in reporter.observation.items()})
+                reporter.observation.update({key: _clone(value) for key, value in reporter.observation.items()})
         if weight is not None:
             update.weights[0] = weight
         return True
 
     @contextmanager
     def _tensors_as_rates(self) -> Generator[None]:
-        """Let the learning rates of parameter groups be tensors in the context; numbers would be compiled in."""
+        """Make the learning rates of parameter groups tensors in the context; numbers would be compiled in as constants."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         if len(groups) != len(self._rates):
             self._rates = [torch.zeros((), **self._options) for _ in groups]
-            self._numbers = [None] * len(groups)
+            self._filled_rates = [None] * len(groups)
             self._parameters[:] = list_parameters(self._optimizers)
         for index, (group, rate) in enumerate(zip(groups, self._rates, strict=True)):
             number = group.get("lr")
             if isinstance(number, float | int):
-                if number != self._numbers[index]:
+                if number != self._filled_rates[index]:
                     rate.fill_(number)
-                self._numbers[index], group["lr"] = number, rate
+                self._filled_rates[index], group["lr"] = number, rate
         try:
             yield
         finally:
-            for group, rate, number in zip(groups, self._rates, self._numbers, strict=True):
+            for group, rate, number in zip(groups, self._rates, self._filled_rates, strict=True):
                 if group.get("lr") is rate:
                     group["lr"] = number
 
@@ -134,7 +135,7 @@ class Compiled:
         callbacks = self._scheme.updater.callbacks
         has_failed = self._update is not None and self._update.is_eager
         is_whole = not (callbacks.forward_on_finish or callbacks.backward_on_start)
-        return is_whole and self._gradients.is_of_use and not has_failed
+        return is_whole and self._gradients.is_usable and not has_failed
 
     def add_gradients(self, update: Update, inputs: Any) -> Any:
         """Add the gradients of a micro-batch, and return its loss; ``None`` if they cannot be compiled."""
@@ -145,10 +146,10 @@ class Compiled:
         examples = 1 if isinstance(update.examples, Uncounted) else update.examples
         number = torch.full((), 1.0 if scheme.mean is None else 1 / scheme.mean.reference, **self._options)
         number = number if scheme.precision.scaler is None else scheme.precision.scaler.scale(number)
-        found = self._gradients(inputs, number * bool(examples), number * examples)
+        results = self._gradients(inputs, number * bool(examples), number * examples)
         if self._gradients.is_eager:
             return None
-        loss, weight, gradients = found
+        loss, weight, gradients = results
         _add_gradients(self._parameters, gradients)
         update.context.loss = loss
         update.has_loss_weight = update.has_loss_weight or weight is not None
@@ -158,7 +159,7 @@ class Compiled:
         return loss
 
     def _is_hooked(self, function: _Function) -> bool:
-        """Return True, and do without a function from now on, if it passes over a hook of a gradient."""
+        """Return True, and give a compiled function up for good, if a parameter has a hook of its gradient."""
         is_hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._parameters)
         if is_hooked:
             function.give_up("a parameter has a hook of its gradient, which a compiled function would pass over")
@@ -201,7 +202,7 @@ class _Function:
         _warn(reason)
 
     @property
-    def is_of_use(self) -> bool:
+    def is_usable(self) -> bool:
         """False where an update runs eagerly: watchers look at the graph of autograd."""
         return not (self.is_eager or (current.reporter is not None and current.reporter.watchers))
 
@@ -216,7 +217,7 @@ def _warn(reason: str) -> None:
 
 
 def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Add to the gradients of those that require them, which then have memory of their own: what follows writes to them."""
+    """Add gradients to those of the parameters, none of which share memory then: what follows writes to them in place."""
     seen: set[int] = set()
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter, gradient in zip(trained, gradients, strict=True):
@@ -226,12 +227,12 @@ def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
             parameter.grad += gradient
             continue
         address = gradient.untyped_storage().data_ptr()
-        is_own = gradient.stride() == parameter.stride() and address not in seen
-        parameter.grad = gradient if is_own else torch.empty_like(parameter).copy_(gradient)
+        is_private = gradient.stride() == parameter.stride() and address not in seen
+        parameter.grad = gradient if is_private else torch.empty_like(parameter).copy_(gradient)
         seen.add(address)
 
 
-def _copied(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -264,10 +265,10 @@ def _update(
     inputs: Any,
     one: Tensor,
 ) -> Any:
-    """Compute the gradients, which are returned, or where it ``fills`` written to those that exist, as steps need them."""
+    """Compute the gradients and return them, or write them to ``parameter.grad``, as steps need them, where it ``fills``."""
     loss, weight = _loss(forward, precision, inputs)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not fills:  # by a number that is not known yet: the gradient of (weight * x).sum() would be x itself, of the data
+    if not fills:  # times a tensor: else the gradient of (weight * x).sum() would be x itself, of the batch
         return weight, torch.autograd.grad(loss * one, trained)
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
         assert parameter.grad is not None  # see run_update

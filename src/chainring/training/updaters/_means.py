@@ -43,10 +43,10 @@ class WeightedMean:
         return loss if type(share) is float and share == 1.0 else loss * share
 
     def sending(self, update: Update) -> AbstractContextManager[None]:
-        """Return the context of a backward, in which gradients are sent that it makes final."""
+        """Return the context of a backward, in which gradients are sent as soon as they are final."""
         callbacks = update.scheme.updater.callbacks
         if update.part is not None:
-            return update.part.joint.sending(update)
+            return update.part.whole.sending(update)
         if self._comm is None or not update.is_last or callbacks.backward_on_finish or callbacks.comm_on_start:
             return nullcontext()
         update.sent = total = RankSum(self._comm, list_trained(update.scheme.optimizers.values()))
@@ -81,7 +81,7 @@ class WeightedMean:
         """
         comm = self._comm
         if update.part is not None:
-            return update.part.joint.sum_gradients(optimizers)
+            return update.part.whole.sum_gradients(optimizers)
         for optimizer in optimizers if update.stashed else ():
             unstash(optimizer, update.stashed)
         weights = [update.totals.pop(name) for name in names]
@@ -97,17 +97,17 @@ class WeightedMean:
         total = RankSum(comm, parameters) if sent is None else sent
         touched = [parameter.grad is not None for parameter in parameters]
         for parameter in parameters:
-            own = parameter.grad
-            parameter.grad = torch.zeros_like(parameter) if own is None else placed_like(own, parameter)
-        numbers: dict[str, Any] = {"dtype": torch.float64, "device": list_parameters(optimizers)[0].device}
+            gradient = parameter.grad
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else placed_like(gradient, parameter)
+        options: dict[str, Any] = {"dtype": torch.float64, "device": list_parameters(optimizers)[0].device}
         sums = torch.cat(
-            [torch.stack([torch.as_tensor(weight, **numbers) for weight in weights]), torch.tensor(touched, **numbers)]
+            [torch.stack([torch.as_tensor(weight, **options) for weight in weights]), torch.tensor(touched, **options)]
         )
         if isinstance(comm, GroupCommunicator):
             sums = total.finish(sums)
-        else:  # of the user's: all at once
+        else:  # a communicator of the user's, which cannot start sums: all at once
             comm.all_reduce([*(to_local(parameter.grad) for parameter in parameters), sums], average=False)
-        if not all(touched):  # only then is the device waited for
+        if not all(touched):  # only then read the counts, which waits for the device
             for parameter, count in zip(parameters, sums[len(weights) :].tolist(), strict=True):
                 parameter.grad = parameter.grad if count else None
         return sums[: len(weights)].unbind()
@@ -149,12 +149,12 @@ class BucketedSum:
                 hook.remove()
 
     def _send(self) -> bool:
-        """Send the next bucket, unless some of its gradients are not there, or not dense; then it waits for the end."""
+        """Send the next bucket and return True; a bucket with missing or sparse gradients waits for the end."""
         bucket = self.buckets[self._started]
         gradients = [self.parameters[index].grad for index in bucket]
         if any(gradient is None or gradient.layout is not torch.strided for gradient in gradients):
             return False
-        self._sent.update((index, (each, each._version)) for index, each in zip(bucket, gradients, strict=True))
+        self._sent.update((index, (tensor, tensor._version)) for index, tensor in zip(bucket, gradients, strict=True))
         self._start(gradients)
         self._started += 1
         return True
@@ -163,8 +163,9 @@ class BucketedSum:
         """Return True if these are not the gradients that were sent in the backward."""
         if gradients is None:
             return bool(self._sent)
-        sent = self._sent.items()
-        return any(gradients[index] is not each or each._version != version for index, (each, version) in sent)
+        return any(
+            gradients[index] is not tensor or tensor._version != version for index, (tensor, version) in self._sent.items()
+        )
 
 
 class RankSum(BucketedSum):
@@ -187,14 +188,15 @@ class RankSum(BucketedSum):
                 self._start_sum([gradients[index] for index in bucket])
 
         send_all_from(self._started)
-        # After all buckets, of which a rank may have sent some only now: numbers, and whether what was sent is stale.
+        # After all buckets the numbers, and whether any rank has sent stale gradients; on the host both in one message.
         # hot path: "two ranks, a plain model": a message more takes a tenth of the update; an accelerator is not waited for
         is_stale, is_joint = self.is_stale(gradients), self._sends and numbers.is_cpu
-        find_sums = self._comm.start_sum(torch.cat([numbers, numbers.new_tensor([is_stale])]) if is_joint else numbers)
-        find_whether_any = self._comm.start_max(int(is_stale)) if self._sends and not is_joint else None
+        wait_for_sums = self._comm.start_sum(torch.cat([numbers, numbers.new_tensor([is_stale])]) if is_joint else numbers)
+        wait_for_stale = self._comm.start_max(int(is_stale)) if self._sends and not is_joint else None
         sums = [wait() for wait in self._waits]
-        numbers = find_sums()
-        if numbers[-1] if is_joint else find_whether_any is not None and find_whether_any():
+        numbers = wait_for_sums()
+        any_stale = numbers[-1] if is_joint else wait_for_stale is not None and wait_for_stale()
+        if any_stale:
             self._waits = []
             send_all_from(0)
             sums = [wait() for wait in self._waits]
@@ -217,7 +219,7 @@ def list_trained(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 def stash(optimizer: Optimizer, stashed: dict[Tensor, Tensor], shared: Set[int]) -> None:
     """Move the gradients of an optimizer's parameters into ``stashed``, added to what is there.
 
-    The memory of those whose ids are in ``shared`` is written to by the next backward.
+    Those of parameters whose ids are in ``shared`` are copied, because the next backward writes to their memory.
     """
     for parameter in list_parameters([optimizer]):
         gradient = parameter.grad
@@ -240,8 +242,8 @@ def unstash(optimizer: Optimizer, stashed: dict[Tensor, Tensor]) -> None:
 @contextmanager
 def only_gradients_of(chosen: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> Generator[None]:
     """Set aside the gradients of all optimizers except the chosen ones: in the context they are absent and do not change."""
-    own = set(map(id, list_parameters(chosen)))
-    others = [parameter for parameter in list_parameters(optimizers) if id(parameter) not in own]
+    kept = set(map(id, list_parameters(chosen)))
+    others = [parameter for parameter in list_parameters(optimizers) if id(parameter) not in kept]
     gradients = [parameter.grad for parameter in others]
     for parameter in others:
         parameter.grad = None

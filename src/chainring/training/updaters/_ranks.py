@@ -1,4 +1,4 @@
-"""Ranks that train together: modules that exchange gradients by themselves, how ranks begin alike, and if they stay so."""
+"""Ranks that train together: modules that exchange gradients by themselves, the same start on all, and checks later."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _ATTRIBUTES = {
     "PowerSGDState": ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report"),
     "PostLocalSGDState": ("iter",),
 }
-"""What changes in the states of PyTorch's own hooks, but for tensors and generators."""
+"""The attributes that change in the states of PyTorch's own hooks, beside tensors and generators."""
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
-_EVERY = 1000  # updates
-_AT_ONCE = 1 << 22  # elements
+_CHECK_INTERVAL = 1000  # updates
+_CHUNK = 1 << 22  # elements that are summed at once
 _TOLERANCE = 1e-2  # of a gradient, which kernels that add in any order round differently on each rank
 
 
@@ -60,7 +60,7 @@ class WrappedModules:
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
         sharded = [parameter for model in models for parameter in exchanged_by_fsdp(model)]
         self.parameters = {id(parameter) for parameter in [*replicated, *sharded]}
-        # DDP writes to the memory in which the gradients of these lie in each backward.
+        # In each backward DDP writes to the memory of their gradients, which are views of its buckets.
         viewed = [module for module in self._replicated if module.gradient_as_bucket_view]
         self.in_buckets = {id(parameter) for module in viewed for parameter in module.parameters()}
         self._loaded: dict[str, dict[str, Any]] = {}  # states of hooks, until the buckets of DDP are laid out
@@ -120,13 +120,13 @@ class WrappedModules:
 
     def _list_hooks(self) -> list[_Hook]:
         """Return the communication hooks that have a state."""
-        found: list[_Hook] = []
+        hooks: list[_Hook] = []
         for index, module in enumerate(self._replicated):
             for hook, state in getattr(module, "_comm_hooks", ()):
                 is_plain = state is None or isinstance(state, dist.ProcessGroup)
                 if not is_plain and type(state).__module__ != f"{_HOOKS}.mixed_precision_hooks":
-                    found.append(_Hook(f"{index}-{len(found)}", module, hook, state))
-        return found
+                    hooks.append(_Hook(f"{index}-{len(hooks)}", module, hook, state))
+        return hooks
 
 
 class _Surrogate(nn.Module):
@@ -195,7 +195,7 @@ class _Hook:
                 setattr(self._state, name, {int(bucket): tensor.to(self._device) for bucket, tensor in buckets.items()})
 
     def save(self, serializer: AbstractSerializer, comm: Communicator) -> None:
-        """Save the state; of several ranks the tensors of each bucket as one, of which every rank has a row."""
+        """Save the state; tensors of a bucket on several ranks become one sharded tensor with a row for each rank."""
         world, values, ranks = comm.world, self.read(), serializer.comm.world
         rows: dict[str, Tensor] = {}
         if ranks.size > 1 and self._is_of_torch:
@@ -228,7 +228,7 @@ class _Hook:
 
 
 def _as_row(tensor: Tensor, size: int) -> Any:
-    """Return the tensor of all ranks of which this one is a row."""
+    """Return a sharded tensor in which the tensor of each rank is a row."""
     from torch.distributed.device_mesh import init_device_mesh  # importing it takes half a second
     from torch.distributed.tensor import DTensor, Shard
 
@@ -284,8 +284,8 @@ def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
     for name, parameter in divided.items():
         placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         copies = math.prod(size for size, placement in placed if placement.is_replicate())
-        parts = torch.split(to_local(parameter).detach().flatten(), 1 << 22)
-        squares[name] = sum(part.double().square().sum().item() for part in parts) / copies
+        chunks = torch.split(to_local(parameter).detach().flatten(), _CHUNK)
+        squares[name] = sum(chunk.double().square().sum().item() for chunk in chunks) / copies
     gathered = comm.world.gather_object(squares)
     alike: dict[Any, str] = {}
     for name, parameter in divided.items():
@@ -362,7 +362,7 @@ class ExchangeWatch:
 class ModelRanksWatch:
     """Compares the results of ranks that compute a model together, in the first update and in every thousandth.
 
-    Only one of them writes what it has of the parameters that each of them holds for itself, and of the losses.
+    They must agree in the losses and in the parameters that each of them holds whole, of which only one rank writes its own.
     """
 
     def __init__(self, comm: Communicator, models: Mapping[str, nn.Module]) -> None:
@@ -372,7 +372,7 @@ class ModelRanksWatch:
     def check(self, iteration: int, loss: Any, optimizers: Iterable[Optimizer]) -> None:
         """Refuse ranks whose losses or gradients differ, by the same error on every rank, before an optimizer steps."""
         self._first = iteration if self._first is None else self._first
-        if iteration != self._first and iteration % _EVERY:
+        if iteration != self._first and iteration % _CHECK_INTERVAL:
             return
         stepping = set(map(id, list_parameters(optimizers)))
         names = {id(p): name for model in self._models.values() for name, p in model.named_parameters()}
@@ -382,36 +382,37 @@ class ModelRanksWatch:
             for p in model.parameters()
             if id(p) in stepping and p.grad is not None and p.grad.layout is torch.strided and is_local_to(p, self._comm)
         }
-        own = (self._comm.rank, float(to_full(loss).detach()), sums)
-        first_of: dict[int, Any] = {}
-        for rank, (data_rank, loss, found) in enumerate(self._comm.world.gather_object(own)):
-            first, expected_loss, expected = first_of.setdefault(data_rank, (rank, loss, found))
+        gathered = self._comm.world.gather_object((self._comm.rank, float(to_full(loss).detach()), sums))
+        first_of: dict[int, Any] = {}  # by data rank, what the first of its ranks has computed
+        for rank, (data_rank, loss, sums) in enumerate(gathered):
+            first, expected_loss, expected = first_of.setdefault(data_rank, (rank, loss, sums))
             differing = []  # what, and both numbers
             total = math.hypot(*(norm for norm, _ in expected.values()))
-            for name in dict.fromkeys([*expected, *found]):
-                (norm, expected_sum), (_, found_sum) = expected.get(name, (0.0, 0.0)), found.get(name, (0.0, 0.0))
-                if abs(expected_sum - found_sum) > _TOLERANCE * (norm + _TOLERANCE * total):
-                    differing.append((f"a sum over the gradient of {name!r}", expected_sum, found_sum))
+            for name in dict.fromkeys([*expected, *sums]):
+                (norm, expected_sum), (_, actual_sum) = expected.get(name, (0.0, 0.0)), sums.get(name, (0.0, 0.0))
+                if abs(expected_sum - actual_sum) > _TOLERANCE * (norm + _TOLERANCE * total):
+                    differing.append((f"a sum over the gradient of {name!r}", expected_sum, actual_sum))
             if abs(expected_loss - loss) > 1e-5 * abs(expected_loss):
                 differing.append(("the loss", expected_loss, loss))
             if differing:
-                what, one, other = differing[0]
+                what, first_value, value = differing[0]
                 raise RuntimeError(
-                    f"ranks {first} and {rank} compute a model together, on the same rows, and {what} is {one:.6g} on the "
-                    f"one and {other:.6g} on the other, as if each had data of its own: give both the same rows and seeds, "
-                    "and place the parameters of what they share on the mesh, by parallelize_module(model, "
+                    f"ranks {first} and {rank} compute a model together, on the same rows, and {what} is "
+                    f"{first_value:.6g} on the one and {value:.6g} on the other, as if each had data of its own: give both "
+                    "the same rows and seeds, and place the parameters of what they share on the mesh, by "
+                    "parallelize_module(model, "
                     'mesh["tp"], plan); or, if each computes on a part of a sequence, add up gradients over these ranks by '
                     "UpdateCallbacks(comm_on_start=...), and the losses in the model"
                 )
 
 
 def _sums_of(gradient: torch.Tensor) -> tuple[float, float]:
-    """Return the norm of a gradient, and the sum of its elements with signs in an order without a short period."""
-    places = torch.arange(min(gradient.numel(), _AT_ONCE), device=gradient.device)
-    signs = 1.0 - 2.0 * ((places * places * 7 + places * 3) % 11 % 2).double()
+    """Return the norm of a gradient, and the sum of its elements with irregular signs."""
+    positions = torch.arange(min(gradient.numel(), _CHUNK), device=gradient.device)
+    signs = 1.0 - 2.0 * ((positions * positions * 7 + positions * 3) % 11 % 2).double()
     sums = torch.zeros(2, dtype=torch.float64, device=gradient.device)
-    for part in torch.split(gradient.detach().flatten(), _AT_ONCE):
-        values = part.double()
+    for chunk in torch.split(gradient.detach().flatten(), _CHUNK):
+        values = chunk.double()
         sums += torch.stack([values @ values, values @ signs[: values.numel()]])
     squares, total = sums.tolist()
     return math.sqrt(squares), total

@@ -57,10 +57,10 @@ class Scheme:
     model_watch: ModelRanksWatch | None = None  # where ranks compute a model together
     steps_by_closure: bool = False  # the default update hands closures to the optimizers
     spans_batches: bool = field(init=False)  # an update may take several batches
-    stashes: bool = field(init=False)  # gradients wait apart for the last micro-batch: an update_core may add others
-    ends_with_epoch: bool = field(init=False)  # an update that the end of an epoch cuts short is made of what there is
-    update: Update = field(init=False)  # that is under way; of virtual ranks that of the part which is being computed
-    idle: Update = field(init=False)  # stands for it between updates, so that a loss is let go of with its graph
+    stashes: bool = field(init=False)  # gradients are set aside until the last micro-batch: an update_core may add others
+    ends_with_epoch: bool = field(init=False)  # an update ends early at the end of an epoch, with fewer micro-batches
+    update: Update = field(init=False)  # the running one; with virtual ranks, that of the part which is being computed
+    idle: Update = field(init=False)  # in place of `update` between updates, so that the graph of a loss is freed
 
     def __post_init__(self) -> None:
         accumulates = self.updater.accumulate > 1
@@ -78,12 +78,12 @@ class Update:
     epoch: Any = 0  # of the main iterator before the update
     examples: Any = 1  # of the current micro-batch
     is_last: bool = True  # optimizers step in this micro-batch
-    weights: dict[int, Any] = field(default_factory=dict)  # of the first backward of each micro-batch, by its number
+    weights: dict[int, Any] = field(default_factory=dict)  # by micro-batch, that of its first backward
     weight: Any = None  # of the last backward; None before the first of a micro-batch
     has_loss_weight: bool = False  # a loss came with a weight
     totals: dict[str, Any] = field(default_factory=dict)  # for each optimizer that waits, the sum of the weights
     deferred: list[str] = field(default_factory=list)  # optimizers that step in the last micro-batch
-    stashed: dict[Tensor, Tensor] = field(default_factory=dict)  # their gradients, where these wait apart
+    stashed: dict[Tensor, Tensor] = field(default_factory=dict)  # their gradients, where `Scheme.stashes`
     stepped: list[Optimizer] = field(default_factory=list)  # whose gradients the next backward clears
     closures: dict[str, ClosureStep] = field(default_factory=dict)
     sent: Any = None  # the sum whose sending has begun in the backward
@@ -91,7 +91,7 @@ class Update:
     part: Part | None = None  # of a virtual rank
 
     def run(self) -> Any:
-        """Accumulate micro-batches, and return the weight of the update; if the data end after some, it is made of those."""
+        """Accumulate micro-batches, fewer if the data end after some, and return the weight of the update."""
         scheme, updater = self.scheme, self.scheme.updater
         outer = current_observation()
         observed: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ class Update:
             self.is_last, self.weight = micro_step == updater.accumulate - 1, None
             self._drop_foreign_gradients()
             if self.part is not None:
-                self.part.joint.seed_generators(self.part)
+                self.part.whole.seed_generators(self.part)
             else:  # stashed gradients are exchanged each time, since the last backward does not see them
                 scheme.wrapped.set_gradient_sync(self.is_last or scheme.stashes)
             observation: dict[str, Any] = {}
@@ -149,7 +149,7 @@ class Update:
                     loss, _ = compute_loss(scheme.models["main"], scheme.updater.loss_func, self.context.batch)
                 run_backward(loss * 0)
         if names and self.part is not None:
-            self.part.joint.meet(self.part, names)
+            self.part.whole.meet(self.part, names)
         elif names:
             self.step(names, is_due=True)
         for name in list(self.closures):
@@ -158,7 +158,7 @@ class Update:
     # --- steps ---
 
     def step(self, names: list[str], is_due: bool = False) -> None:
-        """Let optimizers step on final gradients; or wait for other micro-batches or virtual ranks, unless it ``is_due``."""
+        """Let optimizers step, or first wait for other micro-batches or virtual ranks, unless the step ``is_due``."""
         # hot path: "in stages" of benchmarks/overhead.py: an empty context is three calls, a comprehension one
         scheme, scaler, callbacks = self.scheme, self.scheme.precision.scaler, self.scheme.updater.callbacks
         if not is_due:
@@ -168,7 +168,7 @@ class Update:
                 self._defer(names)
                 return
             if self.part is not None:
-                self.part.joint.meet(self.part, names)
+                self.part.whole.meet(self.part, names)
                 return
         optimizers = list(map(scheme.optimizers.__getitem__, names))
         if scheme.mean is not None or scaler is not None or callbacks.update_on_start:
@@ -224,7 +224,7 @@ class Update:
                 run(callbacks.update_on_start, self.context)
 
     def finish(self) -> None:
-        """Do what is left after the steps of an update that averages gradients or scales its loss."""
+        """Conclude an update that averages gradients or scales its loss: the loss scale, checks between ranks, buffers."""
         scheme, comm = self.scheme, self.scheme.updater.comm
         if self.has_loss_weight and self.total_weight is not None and (observation := current_observation()) is not None:
             observation["main/weight"] = self.total_weight  # of all micro-batches and ranks, and not their mean
@@ -245,7 +245,7 @@ class ClosureStep:
     def __init__(self, update: Update, name: str) -> None:
         self._update, self._name = update, name
         self._optimizer = update.scheme.optimizers[name]
-        self._evaluations: list[tuple[Any, ...]] = []  # the closure of each micro-batch, and what it was given in
+        self._evaluations: list[tuple[Any, ...]] = []  # of each micro-batch, the arguments of `_call`
         self._has_gradients = False  # of a backward before the closure was given
         self._is_first = True
 
@@ -329,7 +329,7 @@ class ClosureStep:
             return loss
         device = list_parameters([self._optimizer])[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        numbers = [(torch.as_tensor(each, dtype=dtype, device=device).detach().reshape(()), w) for each, w in losses]
+        numbers = [(torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(()), w) for value, w in losses]
         mean, weight = weighted_mean(numbers)
         if comm.size > 1:
             sums = torch.stack([mean * weight, torch.as_tensor(weight, dtype=dtype, device=device)])
@@ -372,7 +372,7 @@ class LossScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        """Unscale gradients in place, where plain ones and those of several meshes are not unscaled together by PyTorch."""
+        """Unscale gradients in place; shard by shard, since PyTorch cannot unscale those of several meshes together."""
         parameters = list_parameters([optimizer])
         if not any(map(is_sharded, parameters)):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -380,8 +380,8 @@ class LossScaler(torch.amp.GradScaler):
         for shard, parameter in zip(shards, parameters, strict=True):
             shard.grad = None if parameter.grad is None else to_local(parameter.grad)
         local: Any = SimpleNamespace(param_groups=[{"params": shards}])
-        found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
-        largest = torch.stack([each.to(found_inf.device) for each in [found_inf, *found.values()]]).max()
+        infs = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)  # by device, 1.0 where it found one
+        largest = torch.stack([found.to(found_inf.device) for found in [found_inf, *infs.values()]]).max()
         self._comm.world.all_reduce([largest], average=False)
         return {found_inf.device: largest}
 
@@ -465,7 +465,7 @@ def run_backward(loss: Tensor, retain_graph: bool = False) -> None:
         loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:
         during, reported.values, reported.stacks = reported.values, values, stacks
-    if during:  # a new key, such as the size of a gradient in a tensor's hook, is a report as any other
+    if during:  # new keys are kept, such as the size of a gradient that a tensor's hook reports
         values.update({**during, **values})
 
 

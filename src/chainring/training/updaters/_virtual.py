@@ -47,10 +47,10 @@ _MEET = (
 class Part:
     """What one virtual rank computes of an update."""
 
-    joint: VirtualUpdate
-    number: int  # of the virtual rank; the number of all of them for a part whose results are thrown away
+    whole: VirtualUpdate  # the update of all virtual ranks of this rank
+    number: int  # of the virtual rank; their count, for a part whose results are thrown away
     index: int  # in the block of its rank
-    counts: bool  # its results are not thrown away
+    counts: bool  # False if its results are thrown away
     update: Update
     has_rows: bool  # its last batch has rows that count
     observation: dict[str, Any] = field(default_factory=dict)
@@ -59,11 +59,12 @@ class Part:
     epoch: Any = 0  # of the main iterator after the last batch that it has taken
     taken: dict[str, int] = field(default_factory=dict)  # the number of batches of each iterator
     steps: list[tuple[list[str], list[Any]]] = field(default_factory=list)  # optimizers, and weights of their gradients
-    leaf: list[Tensor | None] | None = None  # gradients of the last part of several ranks, which sends them by itself
-    gradients: list[Tensor | None] = field(default_factory=list)  # its own while another is computed, as what follows
+    leaf: list[Tensor | None] | None = None  # the gradients of the last part, which are sent without being added before
+    # What belongs to it, kept here while another part is computed:
+    gradients: list[Tensor | None] = field(default_factory=list)
     buffers: dict[int, Tensor] = field(default_factory=dict)
     generators: Any = None
-    reports_into: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)  # the observation of the reporter when it was left
 
 
 class VirtualRanks:
@@ -72,11 +73,11 @@ class VirtualRanks:
     Each virtual rank has its rows of the batch, its own random numbers, gradients and running statistics.
     """
 
-    def __init__(self, scheme: Scheme, count: int, goes_on: bool) -> None:
+    def __init__(self, scheme: Scheme, count: int, may_continue: bool) -> None:
         self.scheme, self.comm = scheme, scheme.updater.comm
         self.count, self.block = count, block_of(self.comm.rank, self.comm.size, count)  # of all ranks, and of this one
         self.seed: int | None = None
-        self.goes_on = goes_on  # an update_core may continue after a step
+        self.may_continue = may_continue  # an update_core may continue after a step
 
     def start(self) -> None:
         """Prepare for a run: all ranks take the seed of rank 0, if none was loaded."""
@@ -108,18 +109,18 @@ class VirtualUpdate:
         self._positions = {name: _position(iterator) for name, iterator in self._scheme.iterators.items()}
         numbers = [(number, index) for index, number in enumerate(ranks.block)]
         if ranks.sharded and len(ranks.block) * ranks.comm.size < ranks.count:
-            # Parameters are gathered from all ranks in each forward, of which other ranks have one more.
+            # Each forward gathers parameters from all ranks, and other ranks run one forward more.
             numbers.insert(0, (ranks.count, 0))
         self._parts: list[Part] = []
         for number, index in numbers:
             counts, context = number < ranks.count, UpdateContext(self._scheme.updater, self._scheme.updater.iteration, 0)
             part = Part(self, number, index, counts, Update(self._scheme, context, update.epoch), has_rows=counts)
-            part.update.part, part.reports_into = part, part.observation
+            part.update.part, part.reported = part, part.observation
             self._parts.append(part)
         self._threads: _Threads | None = None
         self._sums = defaultdict[int, TreeSum](partial(TreeSum, ranks.block, ranks.count))  # of the gradients of each step
         self._sending: tuple[Exchange, BucketedSum] | None = None
-        self._settled: tuple[Findings, Means] | None = None
+        self._result: tuple[Findings, Means] | None = None
         self._uncounted = ExitStack()
         ranks.statistics.begin(ranks.block)
         ranks.sharded.drop()
@@ -130,13 +131,13 @@ class VirtualUpdate:
                 break
 
     @property
-    def _counting(self) -> list[Part]:
+    def _counted_parts(self) -> list[Part]:
         return [part for part in self._parts if part.counts]
 
     def run(self) -> Tensor:
         """Compute the parts of this rank, combine the results of all ranks, and return the weight of the update."""
-        running, goes_on = list(self._parts), self._ranks.goes_on
-        self._threads = _Threads(running) if goes_on and len(running) > 1 else None
+        running, may_continue = list(self._parts), self._ranks.may_continue
+        self._threads = _Threads(running) if may_continue and len(running) > 1 else None
         try:
             while running:
                 for part in list(running):
@@ -145,12 +146,12 @@ class VirtualUpdate:
                     self._leave(part)
                     if has_ended:
                         running.remove(part)
-                if running or (self._parts[0].steps and not goes_on):
+                if running or (self._parts[0].steps and not may_continue):
                     self._step()
-            if goes_on:
+            if may_continue:
                 self._put_gradients(self._parts[-1])
         except BaseException:
-            self._ranks.statistics.undo()  # which ranks have changed each in its own way
+            self._ranks.statistics.undo()  # each rank has changed them in its own way
             raise
         finally:
             if self._threads is not None:
@@ -158,12 +159,12 @@ class VirtualUpdate:
             self._uncounted.close()
             _random.put_generators(self._outer_generators)
             self._report_into(self._outer)
-        if self._settled is None:
+        if self._result is None:
             self._check_other_ranks([names for names, _ in self._parts[0].steps], ends=True)
-            self._settled = self._ranks.agreements[len(self._sums)].start(Findings(*self._end_parts()), self._counting)()
-        found, means = self._settled
-        self._ranks.statistics.finish(self._ranks.comm, found.changed, means.rows)
-        for part in reversed(self._counting):  # of values that have no mean, those of the first are kept
+            self._result = self._ranks.agreements[len(self._sums)].start(Findings(*self._end_parts()), self._counted_parts)()
+        findings, means = self._result
+        self._ranks.statistics.finish(self._ranks.comm, findings.changed, means.rows)
+        for part in reversed(self._counted_parts):  # of values that have no mean, those of the first are kept
             self._outer.update({key: value for key, value in part.observation.items() if key not in means.values})
         self._outer.update(means.values)
         return means.weight
@@ -187,9 +188,9 @@ class VirtualUpdate:
 
     def _end_parts(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return the keys of what the parts of this rank have reported, and the buffers that they have changed."""
-        for part in self._counting:
+        for part in self._counted_parts:
             self._ranks.statistics.add(part.number, part.rows, part.buffers)
-        return list_keys(self._counting), tuple(sorted(self._ranks.statistics.changed))
+        return list_keys(self._counted_parts), tuple(sorted(self._ranks.statistics.changed))
 
     # --- parts ---
 
@@ -200,7 +201,7 @@ class VirtualUpdate:
         self._put_gradients(part)
         if part.generators is not None:
             _random.put_generators(part.generators)
-        self._report_into(part.reports_into, part)
+        self._report_into(part.reported, part)
         self._let_metrics_count(part.has_rows)
 
     def _leave(self, part: Part) -> None:
@@ -212,7 +213,7 @@ class VirtualUpdate:
         part.gradients = [parameter.grad for parameter in self._ranks.parameters]
         for parameter in self._ranks.parameters:
             parameter.grad = None
-        part.reports_into = self._reporter.observation
+        part.reported = self._reporter.observation
 
     def _put_gradients(self, part: Part) -> None:
         for parameter, gradient in zip(self._ranks.parameters, part.gradients, strict=False):
@@ -224,7 +225,7 @@ class VirtualUpdate:
         self._reporter.media_watchers = self._media_watchers if part is None or part.number == 0 else ()
 
     def _let_metrics_count(self, counts: bool) -> None:
-        """Let metrics of the models count what comes next, or undo it when the part is left."""
+        """Let the metrics of the models count from now on, or undo when the part is left what they count."""
         self._uncounted.close()
         if not counts:
             self._uncounted.enter_context(uncounted(list(self._scheme.models.values())))
@@ -260,7 +261,7 @@ class VirtualUpdate:
         return rows, examples
 
     def _fetch(self, name: str, iterator: Any) -> _Fetched:
-        """Fetch a batch of which each part will take its rows."""
+        """Fetch a batch, from which each part will take its rows."""
         error = batch = None
         try:
             batch = next(iterator)
@@ -272,7 +273,7 @@ class VirtualUpdate:
         return fetched
 
     def _check_positions(self) -> None:
-        for name, iterator in self._scheme.iterators.items() if self._ranks.goes_on else ():
+        for name, iterator in self._scheme.iterators.items() if self._ranks.may_continue else ():
             if _position(iterator) != self._positions[name]:
                 raise RuntimeError(
                     f"update_core has taken a batch from iterator {name!r} itself, with the rows of all virtual ranks of "
@@ -282,11 +283,11 @@ class VirtualUpdate:
     # --- gradients and steps ---
 
     def sending(self, update: Update) -> AbstractContextManager[None]:
-        """Return the context of a backward of a part, in which gradients are sent that it makes final."""
+        """Return the context of a backward of a part, in which gradients are sent as soon as they are final."""
         ranks, part = self._ranks, update.part
         if ranks.sharded:
             return ranks.sharded.backward()
-        is_final = update.is_last and not self._scheme.updater.callbacks.backward_on_finish and not ranks.goes_on
+        is_final = update.is_last and not self._scheme.updater.callbacks.backward_on_finish and not ranks.may_continue
         is_last = is_final and part is self._parts[-1] and part.rows
         if not is_last or not ranks.overlaps or ranks.comm.size == 1:
             return nullcontext()
@@ -299,11 +300,12 @@ class VirtualUpdate:
         return exchange, BucketedSum(parameters, exchange.buckets, exchange.start)
 
     def meet(self, part: Part, names: list[str]) -> None:
-        """Come with a part to a step of optimizers, and return when they have stepped.
+        """Bring a part to a step of optimizers; return when they have stepped.
 
-        A single part continues at once. If no ``update_core`` of your own may continue after the step, all parts end first.
+        A single part continues at once. If no ``update_core`` of your own may continue after the step, the parts end first,
+        and the optimizers step then.
         """
-        update, goes_on, gradients = part.update, self._ranks.goes_on, list[Tensor | None]()
+        update, may_continue, gradients = part.update, self._ranks.may_continue, list[Tensor | None]()
         optimizers = [self._scheme.optimizers[name] for name in names]
         for optimizer in optimizers if update.stashed else ():
             unstash(optimizer, update.stashed)
@@ -320,13 +322,13 @@ class VirtualUpdate:
             parameter.grad = None
         number = len(part.steps)
         part.steps.append((names, weights))
-        if part.counts and (goes_on or self._ranks.comm.size == 1 or part is not self._parts[-1]):
+        if part.counts and (may_continue or self._ranks.comm.size == 1 or part is not self._parts[-1]):
             self._sums[number].add(gradients)
         elif part.counts:
             part.leaf = gradients
         if self._threads is not None:
             self._threads.wait(part)
-        elif goes_on:
+        elif may_continue:
             generators, observation = _random.take_generators(), self._reporter.observation
             self._step()
             _random.put_generators(generators)
@@ -334,7 +336,7 @@ class VirtualUpdate:
         update.stepped += optimizers
 
     def _step(self) -> None:
-        """Let the optimizers step at which all parts of this rank have come."""
+        """Let the optimizers step, after all parts of this rank have called the same step."""
         steps = [[names for names, _ in part.steps] for part in self._parts]
         if (other := next((names for names in steps if names != steps[0]), None)) is not None:
             raise RuntimeError(f"{_MEET}; virtual rank {self._ranks.block[0]} has called {steps[0]}, another {other}")
@@ -344,14 +346,14 @@ class VirtualUpdate:
         _random.seed_all("step", self._ranks.seed or 0, last.context.iteration, len(steps[0]))
         self._scheme.update = last
         last.step(steps[0][-1], is_due=True)
-        for part in self._parts:  # which find the gradients of the step, and their own of other optimizers
+        for part in self._parts:  # each continues with the gradients of the step, and its own ones for other optimizers
             pairs = zip(self._ranks.parameters, part.gradients, strict=False)
-            part.gradients = [own if parameter.grad is None else parameter.grad for parameter, own in pairs]
+            part.gradients = [gradient if parameter.grad is None else parameter.grad for parameter, gradient in pairs]
 
     def _check_other_ranks(self, steps: Sequence[Sequence[str]], ends: bool = False) -> None:
         """Refuse ranks whose ``update_core`` has not come to the same step, or to its end."""
         comm = self._ranks.comm
-        if not self._ranks.goes_on or comm.size == 1:
+        if not self._ranks.may_continue or comm.size == 1:
             return
         number = _random.stable_hash(int(ends), *(name for names in steps for name in (*names, "")))
         waits = [comm.start_max(number), comm.start_max(-number)]
@@ -363,40 +365,40 @@ class VirtualUpdate:
     def sum_gradients(self, optimizers: list[Optimizer]) -> list[Tensor]:
         """Set the gradients of optimizers to the sums over all virtual ranks; return the sums of their weights."""
         ranks, comm, parameters = self._ranks, self._ranks.comm, list_trained(optimizers)
-        last, counting = self._parts[-1], self._counting
+        last, counting = self._parts[-1], self._counted_parts
         number, leaf = len(last.steps) - 1, last.leaf
         total = self._sums[number]
         exchange, sending = self._sending or self._start_exchange(number, parameters)
         self._sending = last.leaf = None
-        keys, changed = ((), ()) if ranks.goes_on else self._end_parts()
+        keys, changed = ((), ()) if ranks.may_continue else self._end_parts()
         absent = tuple(absent_of([*total.nodes.values(), *([] if leaf is None else [leaf])]))
-        own = Findings(keys, changed, absent, sending.is_stale(leaf))
+        findings = Findings(keys, changed, absent, sending.is_stale(leaf))  # of this rank
         if comm.size > 1:
             exchange.start_all(leaf)
-        wait = ranks.agreements[number].start(own, counting, at_step=True)
+        wait = ranks.agreements[number].start(findings, counting, at_step=True)
         gradients: Sequence[Tensor | None]
         if comm.size > 1:
             gradients = exchange.finish()
         else:  # without a copy
             (gradients,) = total.nodes.values()
-        found, means = wait()
-        if found.is_stale:
+        findings, means = wait()  # of all ranks
+        if findings.is_stale:
             ranks.overlaps = False
             exchange, _ = self._start_exchange(number, parameters)
             exchange.start_all(leaf)
             gradients = exchange.finish()
         for index, parameter in enumerate(parameters):
             parameter.grad = None
-            if index not in found.absent:
+            if index not in findings.absent:
                 parameter.grad = shard_like(gradients[index], parameter)
         total.nodes.clear()
-        if not ranks.goes_on:
-            self._settled = found, means
+        if not ranks.may_continue:
+            self._result = findings, means
         return means.step_weights
 
 
 class _Fetched(NamedTuple):
-    """A batch of an iterator, or what it has raised in its place."""
+    """A batch of an iterator, or the ``StopIteration`` that it has raised instead."""
 
     batch: Any
     epoch: Any
@@ -404,7 +406,7 @@ class _Fetched(NamedTuple):
 
 
 def _position(iterator: Any) -> Any:
-    """Return what changes with every batch of an iterator that counts epochs."""
+    """Return the position of an iterator that counts epochs, which every batch changes."""
     return getattr(iterator, "epoch", 0), getattr(iterator, "epoch_detail", 0)
 
 
@@ -424,7 +426,7 @@ class _Threads:
         settings = _thread_settings()
         self._threads = []
         for part in parts:
-            arguments, name = (self._live, part, settings), f"chainring-virtual-rank-{part.number}"
+            arguments, name = (self._run_part, part, settings), f"chainring-virtual-rank-{part.number}"
             context = contextvars.copy_context()
             self._threads.append(threading.Thread(target=context.run, args=arguments, name=name, daemon=True))
             self._threads[-1].start()
@@ -453,13 +455,13 @@ class _Threads:
         for thread in self._threads:
             thread.join()
 
-    def _live(self, part: Part, settings: Callable[[], ExitStack]) -> None:
+    def _run_part(self, part: Part, settings: Callable[[], ExitStack]) -> None:
         self._turns[part.number].acquire()
         if self._is_abandoned:
             return
         try:
             with settings():
-                part.joint.compute(part)
+                part.whole.compute(part)
         except _Abandoned:
             return
         except BaseException as error:

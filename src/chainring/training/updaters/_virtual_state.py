@@ -1,4 +1,4 @@
-"""What virtual ranks have each for themselves, what their ranks agree upon, and with what they cannot give the same bits."""
+"""Virtual ranks: their buffers and sharded gradients, what real ranks agree upon, and models that they cannot compute."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class RunningStatistics:
     def __init__(self, models: Iterable[nn.Module], count: int) -> None:
         owners = {id(module): module for model in models for module in model.modules()}.values()
         slots = [(module._buffers, name) for module in owners for name in module._buffers]
-        found = {id(buffers[name]): (buffers, name) for buffers, name in slots if buffers[name] is not None}
-        self._slots: list[tuple[Any, str]] = list(found.values())
+        slot_of = {id(buffers[name]): (buffers, name) for buffers, name in slots if buffers[name] is not None}
+        self._slots: list[tuple[Any, str]] = list(slot_of.values())
         self._buffers: list[Tensor] = [buffers[name] for buffers, name in self._slots]
         self._count = count
 
@@ -62,30 +62,30 @@ class RunningStatistics:
 
     @torch.no_grad()
     def put(self, values: dict[int, Tensor]) -> None:
-        """Put the buffers in place that `take` has returned of a virtual rank; all others are as at the beginning."""
+        """Restore the buffers that `take` has returned for a virtual rank; all others are as at the beginning."""
         for slot, value in values.items():
             self._buffers[slot].copy_(value)
 
     @torch.no_grad()
     def take(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the buffers that a virtual rank has changed, ``values`` being those of before, and undo its changes."""
+        """Return the buffers that a virtual rank has changed, now or before (``values``), and undo its changes."""
         taken = dict(values)
         for slot, (buffers, name) in enumerate(self._slots):
-            own, result, initial = self._buffers[slot], buffers[name], self._initial[slot]
-            # What lies on an accelerator, which would have to be waited for, is taken in any case. A version does not tell:
-            # BatchNorm's kernel on the host changes its statistics without counting that.
-            if slot in taken or result is not own or result.device.type != "cpu" or not torch.equal(result, initial):
+            buffer, result, initial = self._buffers[slot], buffers[name], self._initial[slot]
+            # Buffers on an accelerator are taken in any case: to compare them would wait for it. Versions would not tell,
+            # because BatchNorm's kernel on the host changes its statistics without counting that.
+            if slot in taken or result is not buffer or result.device.type != "cpu" or not torch.equal(result, initial):
                 taken[slot] = result.clone()
-                buffers[name] = own
-                own.copy_(initial)
+                buffers[name] = buffer
+                buffer.copy_(initial)
         return taken
 
     @torch.no_grad()
     def undo(self) -> None:
         """Set all buffers to what they were at the beginning of the update."""
-        for (buffers, name), own, initial in zip(self._slots, self._buffers, self._initial, strict=True):
-            buffers[name] = own
-            own.copy_(initial)
+        for (buffers, name), buffer, initial in zip(self._slots, self._buffers, self._initial, strict=True):
+            buffers[name] = buffer
+            buffer.copy_(initial)
 
     @torch.no_grad()
     def add(self, number: int, rows: int, values: dict[int, Tensor]) -> None:
@@ -102,7 +102,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def finish(self, comm: Communicator, changed: Sequence[int], rows: Tensor) -> None:
-        """Set the buffers that have changed on any rank, of ``rows`` rows over all virtual ranks."""
+        """Set the buffers that any rank has changed; ``rows`` is the number of rows over all virtual ranks."""
         if not changed:
             return
         like = [_exact(self._buffers[slot]) for slot in changed]
@@ -128,50 +128,50 @@ def _exact(buffer: Tensor) -> Tensor:
 class ShardedGradients:
     """The gradients that each rank has computed of the sharded parameters of some models.
 
-    While virtual ranks compute, `fully_shard` does not reduce gradients, which virtual ranks sum in an order of their own: a
-    backward leaves that of the whole parameter with the gathered one, on each rank its own. It is moved to the sharded
-    parameter as a ``DTensor`` that is the sum of what the ranks hold (``Partial``), and so it is there, and can be cleared,
-    put aside and added to, as that of a plain parameter.
+    While virtual ranks compute, `fully_shard` does not reduce gradients, because virtual ranks sum them in their own order.
+    So a backward leaves, on each rank, the gradient of the whole parameter with the gathered parameter. It is moved to the
+    sharded parameter as a ``Partial`` ``DTensor``, a sum that is not computed yet, and can then be cleared, set aside and
+    added to like the gradient of a plain parameter.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)
         for model in models:
             reshard(fsdp_modules(model))  # an evaluation leaves parameters gathered
-        self._held = [held for model in models for held in fsdp_parameters(model)]
+        self._fsdp_params = [fsdp_param for model in models for fsdp_param in fsdp_parameters(model)]
 
     def __bool__(self) -> bool:
         """Return True if a model has sharded parameters."""
-        return bool(self._held)
+        return bool(self._fsdp_params)
 
     def drop(self) -> None:
         """Forget gradients that a backward which failed may have left."""
-        for held in self._held:
-            _take(held)
+        for fsdp_param in self._fsdp_params:
+            _take(fsdp_param)
 
     @contextmanager
     def backward(self) -> Generator[None]:
         """Return the context of a backward, which adds to the gradients that are there."""
-        for held in self._held:
-            own = held.sharded_param.grad
-            gathered = getattr(held, "unsharded_param", None)  # not before the first forward
-            if gathered is not None and is_summand(own) and gathered.dtype == own.dtype:
-                gathered.grad, held.sharded_param.grad = to_local(own), None
+        for fsdp_param in self._fsdp_params:
+            gradient = fsdp_param.sharded_param.grad
+            gathered = getattr(fsdp_param, "unsharded_param", None)  # not before the first forward
+            if gathered is not None and is_summand(gradient) and gathered.dtype == gradient.dtype:
+                gathered.grad, fsdp_param.sharded_param.grad = to_local(gradient), None
         yield
         self.collect()
 
     @torch.no_grad()
     def collect(self) -> None:
         """Move what a backward has left to the gradients of the sharded parameters."""
-        for held in self._held:
-            parameter, gradient = held.sharded_param, _take(held)
+        for fsdp_param in self._fsdp_params:
+            parameter, gradient = fsdp_param.sharded_param, _take(fsdp_param)
             if gradient is None:
                 continue
-            own = parameter.grad
-            if own is None:
+            earlier = parameter.grad
+            if earlier is None:
                 parameter.grad = as_summand(gradient.to(parameter.dtype), parameter)
-            elif is_summand(own):
-                to_local(own).add_(gradient)
+            elif is_summand(earlier):
+                to_local(earlier).add_(gradient)
             else:
                 raise RuntimeError(
                     "loss.backward() has met the gradients of a step, which are sharded and were summed over the ranks; "
@@ -179,13 +179,13 @@ class ShardedGradients:
                 )
 
 
-def _take(held: Any) -> Tensor | None:
+def _take(fsdp_param: Any) -> Tensor | None:
     """Return the gradient that a backward has left with a gathered parameter, which then has none."""
-    gathered, gradient = getattr(held, "unsharded_param", None), held.unsharded_accumulated_grad
+    gathered, gradient = getattr(fsdp_param, "unsharded_param", None), fsdp_param.unsharded_accumulated_grad
     if gradient is None and gathered is not None:
         gradient = gathered.grad
-    if "unsharded_accumulated_grad" in vars(held):  # until torch 2.14, and there with a MixedPrecisionPolicy
-        held.unsharded_accumulated_grad = None
+    if "unsharded_accumulated_grad" in vars(fsdp_param):  # until torch 2.14, and there with a MixedPrecisionPolicy
+        fsdp_param.unsharded_accumulated_grad = None
     if gathered is not None:
         gathered.grad = None
     return gradient  # type: ignore[no-any-return]
@@ -214,34 +214,36 @@ class Means(NamedTuple):
     weight: Tensor
     rows: Tensor
     step_weights: list[Tensor]
-    is_new: Tensor  # not 0 if a rank has found something new
+    is_new: Tensor  # not 0 if the findings of a rank have changed
 
 
 class Agreement:
     """What all ranks have found out in an update, and the weighted means over all virtual ranks of what these report.
 
-    Ranks tell each other what they have found only where one has found something new. Whether one has goes along with the
-    means of the keys of the update before; on an accelerator, whose numbers would have to be waited for, it goes beside
-    them. A virtual rank without rows does not count, nor does one that has not reported a key for the mean of that key.
+    Ranks exchange their findings only if those of one have changed since the last update. A flag for that is sent with the
+    means of the keys of the last update; on an accelerator, which would have to be waited for to read it, in a message of
+    its own. A virtual rank without rows does not count, nor does one that has not reported a key for the mean of that key.
     """
 
     def __init__(self, comm: Communicator, block: range, count: int, device: torch.device) -> None:
         self._comm, self._block, self._count, self._device = comm, block, count, device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._own = self._agreed = Findings()
+        self._last = self._agreed = Findings()  # of this rank, and of all
 
-    def start(self, own: Findings, parts: Sequence[Part], at_step: bool = False) -> Callable[[], tuple[Findings, Means]]:
-        """Start to agree on what this rank has found, and to find means; what it returns waits for the other ranks."""
+    def start(
+        self, findings: Findings, parts: Sequence[Part], at_step: bool = False
+    ) -> Callable[[], tuple[Findings, Means]]:
+        """Start to exchange findings and means with the other ranks; the returned function waits for them."""
         if self._comm.size == 1:
-            return lambda: (own, self._start_means(parts, at_step, own.keys)())
-        is_new, self._own = own != self._own, own
-        find_whether_any = None if self._device.type == "cpu" else self._comm.start_max(int(is_new))
+            return lambda: (findings, self._start_means(parts, at_step, findings.keys)())
+        is_new, self._last = findings != self._last, findings
+        wait_for_any = None if self._device.type == "cpu" else self._comm.start_max(int(is_new))
         wait = self._start_means(parts, at_step, self._agreed.keys, is_new)
 
         def finish() -> tuple[Findings, Means]:
             means = wait()
-            if bool(means.is_new) if find_whether_any is None else find_whether_any():
-                ranks = self._comm.gather_object(own)
+            if bool(means.is_new) if wait_for_any is None else wait_for_any():
+                ranks = self._comm.gather_object(findings)
                 self._agreed = Findings(
                     tuple(dict.fromkeys(key for rank in ranks for key in rank.keys)),
                     tuple(sorted({slot for rank in ranks for slot in rank.changed})),
@@ -277,7 +279,7 @@ class Agreement:
         return finish
 
     def _stack(self, numbers: Sequence[Any]) -> Tensor:
-        """Return numbers, of which some may be tensors, as one vector, without reading any."""
+        """Return numbers and tensors as one vector, without reading a tensor from its device."""
         values = [0 if isinstance(number, Tensor) else number for number in numbers]
         vector = torch.tensor(values, dtype=self._dtype).to(self._device)
         for index, number in enumerate(numbers):
@@ -293,7 +295,7 @@ def list_keys(parts: Sequence[Part]) -> tuple[str, ...]:
 
 
 def _weighted(value: Any, weight: Any) -> tuple[Any, Any] | None:
-    """Return a reported number and what it counts; ``None`` of anything else. It may come with a weight of its own."""
+    """Return a reported number and its weight, by default ``weight``; ``None`` for anything but a number."""
     if type(value) is tuple and len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1]):
         return value
     return (value, weight) if value is not None and is_scalar(value) else None

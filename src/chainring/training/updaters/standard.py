@@ -194,15 +194,15 @@ class StandardUpdater(Updater):
             precision=Precision(precision, models.values(), self.comm),
             wrapped=WrappedModules(list(models.values())),
         )
-        self._choose_means(communicates=comm is not None)
+        self._complete_scheme(communicates=comm is not None)
         self.weight = 0
         self._scheme.update = self._scheme.idle = Update(self._scheme, UpdateContext(self, 0, 0))
 
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(StandardUpdater, name) for name in names)
 
-    def _choose_means(self, communicates: bool) -> None:
-        """Choose what the settings ask for beside the update of one micro-batch in one process."""
+    def _complete_scheme(self, communicates: bool) -> None:
+        """Add what the settings need beside one micro-batch in one process: virtual ranks, means, watches, compilation."""
         scheme, comm = self._scheme, self.comm
         has_closures = any(map(needs_closure, scheme.optimizers.values()))
         if has_closures and scheme.precision.scaler and not scheme.has_own_core:
@@ -214,7 +214,7 @@ class StandardUpdater(Updater):
         if self.virtual_ranks is not None:
             from chainring.training.updaters._virtual import VirtualRanks
 
-            scheme.virtual = VirtualRanks(scheme, self.virtual_ranks, goes_on=self._overrides("update_core", "step"))
+            scheme.virtual = VirtualRanks(scheme, self.virtual_ranks, may_continue=self._overrides("update_core", "step"))
             scheme.mean = WeightedMean(scheme, comm if communicates else None, frozenset(), sends=True)
         elif self.accumulate > 1 or communicates:
             sends = comm.size > 1 and isinstance(comm, GroupCommunicator) and is_plain
@@ -346,7 +346,7 @@ class StandardUpdater(Updater):
             batch = next(iterator)
             examples = batch.weight if type(batch) is Batch else count_examples(batch)
         else:
-            batch, examples = update.part.joint.take_rows(update.part, name, iterator)
+            batch, examples = update.part.whole.take_rows(update.part, name, iterator)
         context = update.context
         context.batch = self.converter(batch, self.device)
         context.examples = None if isinstance(examples, Uncounted) else examples
