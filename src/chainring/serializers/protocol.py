@@ -410,12 +410,6 @@ def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> Non
         serializer.visit(key, obj)
 
 
-def conclude_reading(serializer: AbstractSerializer) -> None:
-    """End the loading of a snapshot by several ranks; each waits until none needs it any more to read for the others."""
-    if isinstance(serializer, DictionaryDeserializer) and serializer.origin is not None:
-        serializer.origin.conclude()
-
-
 def has_state(obj: Any) -> bool:
     """Return whether an object has PyTorch's pair ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))

@@ -30,7 +30,7 @@ from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import (
     ChangedSetting,
     Deserializer,
-    conclude_reading,
+    DictionaryDeserializer,
     printing_changes,
     recording_changes,
     visit_if_stateful,
@@ -466,7 +466,8 @@ class LoadedState:
                 f"this run has different extensions from the saved run: only there {only_there}, only here {only_here}. "
                 "The state of those only there is dropped; those only here start from now",
             )
-        conclude_reading(self._source)
+        if isinstance(self._source, DictionaryDeserializer) and (origin := self._source.origin) is not None:
+            origin.conclude()  # each rank waits until none needs it any more to read for the others
         self._source, self._saved, self._names = None, [], {}
 
 

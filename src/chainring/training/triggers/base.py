@@ -133,7 +133,7 @@ class IntervalTrigger(Trigger):
 
     def initialize(self, trainer: Trainer) -> None:
         if self.unit == "epoch":
-            check_epoch_period(trainer.updater, to_fraction(self.period))
+            check_epoch_period(trainer.updater, Fraction(*self._ratio))
         super().initialize(trainer)
         if self._crossed is None:
             IntervalTrigger.ask(self, trainer)  # multiples of before do not count
