@@ -65,6 +65,8 @@ RAW = {
     "a persistent id": b"\x80\x02X\x01\0\0\0aQ.",
     "a bytearray of 2**60": b"\x80\x05\x96" + (2**60).to_bytes(8, "little") + b".",
     "a memo of 2**31": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "a key of 2**60 tuples": b"\x80\x02)q\0" + b"h\0h\0\x86q\0" * 60 + b"}h\0Ns.",
+    "a set of 2**60 tuples": b"\x80\x04\x8f()q\0" + b"h\0h\0\x86q\0" * 60 + b"\x90.",
     "a tuple of 2**60 tuples": b"\x80\x02}X\1\0\0\0a)q\0" + b"h\0h\0\x86q\0" * 60 + b"s.",
     "nested 1e5 deep": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
     "text cut off": b"\x80\x02X\xff\xff\xff\x7fabc",

@@ -14,7 +14,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -247,6 +247,9 @@ class _Record:
 class _MetadataReader(pickle._Unpickler):
     """An unpickler in Python, whose memory grows with what was read alone, and which makes records, sizes and dtypes."""
 
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return type(name, (_Record,), {})  # a class for this place alone: nothing in the file can change another
@@ -262,6 +265,26 @@ class _MetadataReader(pickle._Unpickler):
 
     def get_extension(self, code: int) -> Any:
         raise ValueError("it names a class by a number, as torch's writer never does")
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        super().load_setitems()  # type: ignore[misc]
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        """Refuse a key that could take for ever to hash, such as a tuple of tuples of tuples."""
+        if not all(isinstance(key, (str, int, _Record)) for key in keys):
+            raise ValueError("it has a key that is neither text nor a number")
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError("it has an instruction that torch's writer never uses")
+
+    dispatch.update({pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems})
+    for _code in (pickle.DICT, pickle.FROZENSET, pickle.ADDITEMS):  # which hash what is in them
+        dispatch[_code[0]] = _refuse
 
 
 def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Span]]:

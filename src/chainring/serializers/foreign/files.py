@@ -7,7 +7,9 @@ of a model, alone or with others under the names that scripts and tutorials give
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import pickletools
 import stat
 import zipfile
 from collections import Counter
@@ -34,6 +36,8 @@ from chainring.serializers.npz import read_arrays
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The beginning of a file of ``torch.save`` before 1.6: a number in a pickle."""
+_PICKLES_BEFORE = 4  # at the beginning of a file of this kind: two numbers, what is known of the system, and the value
+_DEEPEST_TUPLE = 16
 PATHS = {
     f"{module}.{name}"
     for module in ("pathlib", "pathlib._local")
@@ -99,7 +103,8 @@ def read_torch(source: Path | BinaryIO, where: str | None = None) -> Any:
             raise ValueError("it ends within a tensor")
     except Exception as error:  # of a damaged file torch's reader raises whatever its parts raise
         text = str(error)
-        reason = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+        lines = (text.partition("WeightsUnpickler error: ")[2] or text).split("\n")  # before it torch advises to unpickle
+        reason = f"{type(error).__name__}: {next(filter(None, lines), '')}"
         reason = f"it is damaged, or not of plain tensors and values ({reason})"
         if "GLOBAL " in text:
             name = text.partition("GLOBAL ")[2].split()[0]
@@ -118,15 +123,49 @@ def _check_archive(source: Path | BinaryIO) -> Counter[int] | None:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         if not is_archive:
+            for _ in range(_PICKLES_BEFORE):
+                _check_tuples(file)
+            file.seek(0)
             return None
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise ValueError("it is compressed: unpack and pack it without compression")
+            if sum(member.file_size for member in members) > size:
+                raise ValueError("its entries are larger than the file")
+            for member in members:
+                if member.filename.endswith(".pkl"):
+                    _check_tuples(io.BytesIO(archive.read(member)))
         file.seek(0)
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise ValueError("it is compressed: unpack and pack it without compression")
-    if sum(member.file_size for member in members) > size:
-        raise ValueError("its entries are larger than the file")
     return Counter(member.file_size for member in members)
+
+
+def _check_tuples(file: BinaryIO) -> None:
+    """Refuse tuples in tuples in tuples before torch makes a key of them: its hash could take for ever."""
+    depths, marks, memo = list[int](), list[int](), dict[Any, int]()  # of each value, how many tuples are in one another
+    for code, argument, _ in pickletools.genops(file):
+        name = code.name
+        if name == "MARK":
+            marks.append(len(depths))
+        elif name.startswith("TUPLE"):
+            start = marks.pop() if name == "TUPLE" else len(depths) - int(name[-1])
+            depths[start:] = [1 + max(depths[start:], default=0)]
+            if depths[-1] > _DEEPEST_TUPLE:
+                raise ValueError("it has tuples in tuples without end")
+        elif name.endswith("PUT"):
+            memo[argument] = depths[-1]
+        elif name.endswith("GET"):
+            depths.append(memo[argument])
+        elif name in ("REDUCE", "NEWOBJ"):  # as of a torch.Size, which is a tuple too
+            depths[-2:] = depths[-1:]
+        elif name in ("BUILD", "APPEND", "SETITEM"):
+            del depths[-2 if name == "SETITEM" else -1 :]
+        elif name in ("APPENDS", "SETITEMS"):
+            del depths[marks.pop() :]
+        elif name == "BINPERSID":
+            depths[-1] = 0
+        elif name not in ("PROTO", "STOP"):
+            depths.append(0)
 
 
 def _storage_sizes(content: Any) -> Counter[int]:
