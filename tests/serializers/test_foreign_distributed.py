@@ -115,6 +115,7 @@ def set_size(*size):
         (lambda metadata: setattr(metadata, "storage_data", {}), "do not say where"),
         (lambda metadata: metadata.state_dict_metadata.update({"a": print}), "builtins.print"),
         (lambda metadata: setattr(metadata, "planner_data", {"first.weight": ("a", None)}), "neither text nor a number"),
+        (lambda metadata: metadata.planner_data.update({"first.weight": ("a",) * 5000}), "without end"),
     ],
 )
 def test_metadata_that_say_something_else_than_the_files_are_refused(tmp_path, change, message):

@@ -193,6 +193,7 @@ _DTYPES = find_dtypes([
 ])  # fmt: skip
 _Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]
 _Span = tuple[str, int, int]
+_DEEPEST = 100  # dictionaries in one another
 
 
 class _Entry(NamedTuple):
@@ -299,6 +300,8 @@ def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Span]]
         keys = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
         if not isinstance(keys, tuple) or not all(type(key_below) in (str, int) for key_below in keys):
             raise ValueError("it has a key that is neither text nor a number")
+        if len(keys) > _DEEPEST:
+            raise ValueError("it has dictionaries in dictionaries without end")
         entries[key] = _Entry(keys)
         if record.get("chunks") is not None:
             properties = record.get("properties")
