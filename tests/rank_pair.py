@@ -3,12 +3,12 @@
 import multiprocessing
 import os
 import queue
-import socket
 import traceback
 
 import torch
 
 from chainring.parallel import create_communicator
+from ports import free_port
 
 
 def on_two_ranks(function, *arguments):
@@ -21,13 +21,6 @@ def on_ranks(size, function, *arguments, seconds=60):
     shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
     return in_environments(environments, function, *arguments, seconds=seconds)
-
-
-def free_port():
-    """A port of this machine that is free now."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 def in_environments(environments, function, *arguments, seconds=60):

@@ -5,7 +5,6 @@ import difflib
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from torch import nn
 import forked
 from chainring import serializers
 from chainring.nn import Classifier
+from ports import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DIGITS = EXAMPLES / "distributed" / "train_digits.py"
@@ -51,9 +51,7 @@ def on_ranks(number, command, environment):
 
 def started(number, start):
     """What ``start`` returns for each rank, when it is done, of the environment by which the ranks find each other."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": str(number)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
     with ThreadPoolExecutor(number) as at_once:
         return [at_once.submit(start, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(number)]
 

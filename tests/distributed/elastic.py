@@ -9,6 +9,7 @@ import program
 from program import Fault, Options
 from worlds import Row, World, drawn, same
 
+from ports import free_port
 from tries import WrongEndError
 
 LIMIT = 150.0  # seconds: torch is imported by seven processes
@@ -47,7 +48,7 @@ class Agent:
 def replaced(bench, number, draw, place):
     """A rank is killed once under ``torchrun --max-restarts 2``, with its own rendezvous or c10d's."""
     kind, size = drawn(number, [("ddp", 3), ("fsdp", 3), ("plain", 3)])
-    rendezvous = ["--standalone"] if number // 4 % 2 else ["--master-port", str(bench.free_port())]
+    rendezvous = ["--standalone"] if number // 4 % 2 else ["--master-port", str(free_port())]
     # The snapshot of iteration 4 is there for sure when that of 8 is begun.
     fault = Fault("kill", draw.randrange(size), draw.randrange(9, 18), draw.uniform(0, 0.01))
     agent = Agent(place / "output", ["--nproc-per-node", str(size), *rendezvous], Options(kind=kind, fault=fault))
@@ -62,7 +63,7 @@ def alone(bench, number, draw, place):
     """Of a machine with two ranks and one with one, the second is lost with all on it, and the first goes on without it."""
     kind = ("plain", "ddp")[number % 2]
     settings = {"virtual_ranks": 8, "net": "batchnorm dropout"}
-    where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{bench.free_port()}", "--rdzv-conf"]
+    where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf"]
     patience = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"  # seconds
     fault = Fault("machine", None, draw.randrange(9, 18), draw.uniform(0, 0.01))
     options = Options(kind=kind, **settings)

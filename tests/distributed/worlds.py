@@ -6,7 +6,6 @@ import multiprocessing.connection
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ import program
 import torch
 
 from chainring.serializers._store import open_store
+from ports import free_port
 from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that a world may take
@@ -150,7 +150,7 @@ class Bench:
         """
         for told in Path(place).glob("outcome-*"):
             told.unlink()
-        port, began = self.free_port(), time.monotonic()
+        port, began = free_port(), time.monotonic()
         ranks = [self._context.Process(target=live, args=(r, size, port, str(place), options)) for r in range(size)]
         for rank in ranks:
             rank.start()
@@ -170,12 +170,6 @@ class Bench:
                 rank.kill()
                 rank.join()
         return World(place, [rank.exitcode for rank in ranks], ended)
-
-    def free_port(self):
-        """One at which nobody listens."""
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            return held.getsockname()[1]
 
     def known(self, kind, size, **settings):
         """The place of an uninterrupted run and what its ranks told; it is made once."""

@@ -12,7 +12,8 @@ import torch
 
 from chainring._distributed.launchers import RankInfo, first_machine, meet, read_local_rank, read_rank_info
 from chainring.parallel import create_communicator
-from rank_pair import free_port, in_environments
+from ports import free_port
+from rank_pair import in_environments
 
 SBATCH = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "ENVIRONMENT": "BATCH"}
 TORCHRUN = {

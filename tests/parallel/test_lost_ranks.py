@@ -3,21 +3,19 @@
 import multiprocessing
 import os
 import signal
-import socket
 
 import torch
 import torch.distributed as dist
 
 from chainring.parallel import create_communicator
+from ports import free_port
 from rank_pair import on_two_ranks
 
 
 def test_a_rank_ends_when_another_was_killed_whose_child_holds_its_connections(tmp_path):
     """A process that a rank has forked keeps the connections open, so that no exchange fails: the others end with words."""
     context = multiprocessing.get_context("forkserver")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+    port = free_port()
     ranks = [context.Process(target=_live, args=(rank, port, tmp_path)) for rank in range(2)]
     for rank in ranks:
         rank.start()
