@@ -198,7 +198,7 @@ def _become(asked, files):
         setattr(sys, f"__{name}__", getattr(sys, name))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["numpy"].random.seed()  # the others begin anew by themselves
-    sys.modules["torch"].set_num_threads(1)  # with more, the first sums of a fork are not always added in one order
+    sys.modules["torch"].set_num_threads(1)  # of which several programs run at once
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     return arguments
 

@@ -20,6 +20,10 @@ _ROUNDS = 8
 _MAX_TABLE_SIZE = 2**18
 """A permutation of so many values is computed whole; a larger table would take much memory and save little time."""
 
+# MKL chooses the kernels of its vector functions in the first call of any. If several threads make that call at once, some
+# compute it with another kernel: one run in some hundreds has other last bits from its first update on. One thread is first.
+torch.ones(1, device="cpu").exp()
+
 
 def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | None = None) -> Indices:
     """Return the indices at positions ``start`` to ``stop`` of the shuffled order of one epoch.
