@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 from chainring._messages import info, warn
 
@@ -28,6 +28,8 @@ _CHUNK = 1 << 20  # bytes that are read at once
 _IS_WINDOWS = sys.platform == "win32"
 _AS_IT_IS = sum(getattr(os, f"O_{name}", 0) for name in ("NOFOLLOW", "NONBLOCK", "NOCTTY", "BINARY"))
 """Flags for opening a file that somebody may have put there, as far as the system has them."""
+
+P = TypeVar("P")
 
 
 def is_url(address: object) -> bool:
@@ -46,6 +48,20 @@ def is_url(address: object) -> bool:
         shown = "" if "@" in rest else f": {scheme}://{rest.lstrip('/')}"
         raise ValueError(f"an address is given as text, because a Path joins its slashes{shown}")
     return rest.startswith("/")
+
+
+def below_home(path: P) -> P:
+    """Return a path that begins with ``~`` as a shell reads it, below a home directory; any other as it is.
+
+    Raises:
+        ValueError: there is no such user.
+    """
+    text = str(path) if isinstance(path, (str, os.PathLike)) else ""
+    if not text.startswith("~"):
+        return path
+    if (expanded := os.path.expanduser(text)).startswith("~"):
+        raise ValueError(f"{text} begins with the home directory of a user who does not exist; for this name write ./{text}")
+    return type(path)(expanded)  # type: ignore[call-arg]
 
 
 def temporary_path(directory: Path, suffix: str = ".tmp") -> Path:

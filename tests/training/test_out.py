@@ -10,7 +10,7 @@ from counting import CountingUpdater, a_trainer
 from torch import nn
 
 import forked
-from chainring import training
+from chainring import serializers, training
 from chainring.training import extensions
 
 HOLDER = """
@@ -280,3 +280,46 @@ def test_a_name_of_any_text_takes_nothing_of_others(tmp_path):
         run(tmp_path, extensions.snapshot("{.updater.epoch_detail}"))
     assert names(tmp_path) == [".lock", "0.1", "0.1_iter_1", "0.2", "0.2_iter_2", "data", "notes", "previous", "run.json"]
     assert names(tmp_path / "previous") == ["1", "2"]
+
+
+HOMES = {
+    "a folder": ("~/run", "run"),
+    "of two names": ("~/runs/run", "runs/run"),
+    "the folder itself": ("~", ""),
+    "with a slash": ("~/", ""),
+    "a Path": (Path("~/run"), "run"),
+    "upwards": ("~/runs/../run", "run"),
+}
+
+
+@pytest.mark.parametrize("form", HOMES)
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch, form):
+    """As in a shell, which does not see it in ``--out=~/run``; no folder of that name is made."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    given, expected = HOMES[form]
+    trainer = run(given)
+    assert os.path.realpath(trainer.out) == str(tmp_path / "home" / expected)
+    assert names(tmp_path) == ["home"]
+
+
+def test_models_and_arrays_are_saved_there_too(tmp_path, monkeypatch):
+    """And loaded from there."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 2)
+    for save, load, name in (
+        (serializers.save, serializers.load, "~/a/model"), (serializers.save_npz, serializers.load_npz, "~/a/model.npz")
+    ):  # fmt: skip
+        save(name, model)
+        load(name, nn.Linear(2, 2))
+    assert names(tmp_path) == ["home"]
+
+
+@pytest.mark.parametrize("out", ["~nobody-of-that-name/run", "~nobody-of-that-name"])
+def test_the_home_of_a_user_who_does_not_exist_is_refused(tmp_path, monkeypatch, out):
+    """The error says how a folder of that name is written, which works."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"write \./{out}"):
+        a_trainer(out)
+    assert os.path.realpath(run(f"./{out}").out) == str(tmp_path / out)

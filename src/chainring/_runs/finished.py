@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from chainring._files import from_json, is_url, open_regular, parse_strict
+from chainring._files import below_home, from_json, is_url, open_regular, parse_strict
 from chainring._messages import warn
 from chainring._places.base import MANIFEST, StoredFile
 from chainring.serializers._loading import opened_state
@@ -329,7 +329,7 @@ def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, An
 
 def locate(place: Place) -> StoredFile | list[SavedSnapshot]:
     """Return a file, a snapshot alone, or all snapshots of a run, the newest first; an error tells what to give instead."""
-    given = os.fspath(place)
+    given = os.fspath(below_home(place))
     if not given:
         raise ValueError("the path is empty; give a snapshot, or the directory of a run, such as result")
     if not is_url(given) or has_name(given):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of, shard_like
-from chainring._files import is_url
+from chainring._files import below_home, is_url
 from chainring._messages import info, warn
 from chainring._naming import name_cleaner, unwrap
 from chainring._places.base import MANIFEST, StoredFile
@@ -89,6 +89,7 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         KeyError, RuntimeError: entries are missing, unexpected, or have another shape.
         RankFailed: another rank of the trainer's ``comm`` could not load it.
     """
+    path = below_home(path) if str(path).startswith("~") else path
     snapshot = find_snapshot(path)
     comm = as_communicator(getattr(obj, "comm", Communicator()))
     if is_module(obj) and not snapshot.is_local and not hasattr(obj, "comm"):  # those that hold it read what is far away

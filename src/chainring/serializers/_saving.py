@@ -23,7 +23,7 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import assign_writers, is_sharded
 from chainring._environment import versions
-from chainring._files import Sink, atomic_write, is_url
+from chainring._files import Sink, atomic_write, below_home, is_url
 from chainring._naming import name_cleaner, unwrap
 from chainring._places import open_place
 from chainring.serializers import _safetensors, _values
@@ -193,6 +193,7 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
         FileExistsError: the directory already exists.
         OSError: the file or directory cannot be written.
     """
+    path = below_home(path)
     if not is_url(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     if is_saved_as_file(obj):

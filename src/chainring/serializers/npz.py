@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chainring._files import atomic_write, parse_strict
+from chainring._files import atomic_write, below_home, parse_strict
 from chainring._naming import unwrap
 from chainring.serializers._values import Array, as_array, decode_arrays, encode, find_dtypes, require_dtype
 from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, is_module, state_entries
@@ -86,7 +86,7 @@ def save_npz(file: str | os.PathLike[str] | IO[bytes], obj: Any, compression: bo
     arrays = _to_arrays(serializer.target)
     target: contextlib.AbstractContextManager[IO[bytes]]
     if isinstance(file, (str, os.PathLike)):
-        path = Path(os.path.realpath(file))  # what a link points to is replaced, not the link
+        path = Path(os.path.realpath(below_home(file)))  # what a link points to is replaced, not the link
         if path.exists() and not path.is_file():
             raise ValueError(
                 f"an npz file is a regular file, and {path} is a folder or a device: name a file, or pass one open"
@@ -144,6 +144,7 @@ def load_npz(
         )
     opened: contextlib.AbstractContextManager[IO[bytes]]
     if isinstance(file, (str, os.PathLike)):
+        file = below_home(file)
         label = repr(os.fspath(file))
         if os.path.isdir(file):
             raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from chainring._files import (
     DirectoryLock,
+    below_home,
     flush,
     is_url,
     make_numbered_directory,
@@ -51,7 +52,7 @@ def resolve_out(out: str) -> tuple[str, str | None]:
         from chainring._places.remote import find_out  # which few programs need
 
         return find_out(out)
-    path = Path(out).absolute()
+    path = Path(below_home(out)).absolute()
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
         raise NotADirectoryError(f"out must be a directory, and {existing} is not a directory; choose another out")

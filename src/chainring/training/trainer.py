@@ -61,8 +61,9 @@ class Trainer(Stateful):
         stop_trigger: when training ends. A pair is a length to be *reached*: ``(20, "epoch")``, ``(1000, "iteration")``
             or ``(3600, "second")``, counted from the start of training, including the runs before a resume. ``None``
             trains until the data run out.
-        out: the directory in which the run writes; it is created when the run starts. A relative path is resolved at
-            construction, so that a later change of the working directory does not move the run. It can also be an address
+        out: the directory in which the run writes; it is created when the run starts. ``~`` is the home directory. A
+            relative path is resolved at construction, so that a later change of the working directory does not move the
+            run. It can also be an address
             in an object store, such as ``"s3://bucket/run"`` (or ``gs``, ``az``, ``memory``), which requires
             ``chainring[remote]``.
         extensions: extensions to register, as with `extend`.
