@@ -66,14 +66,14 @@ class StopsWhenWorse:
         self.best, self.worse = state["best"], state["worse"]
 
 
-def build(out, stop=None, seed=0, accumulate=1):
+def build(out, stop=None, seed=0, accumulate=1, **settings):
     """A trainer over fresh objects; the seed must not matter where state is loaded."""
     chainring.deterministic(seed)
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.005)
     data = Noisy()
     updater = training.StandardUpdater(iterators.SerialIterator(data, BATCH), optimizer, net, accumulate=accumulate)
-    trainer = training.Trainer(updater, StopsWhenWorse() if stop is None else stop, out=out)
+    trainer = training.Trainer(updater, StopsWhenWorse() if stop is None else stop, out=out, **settings)
     held_out = iterators.SerialIterator(Noisy(), 4, repeat=False)
     fired = []
     trainer.extend(extensions.Evaluator(held_out, net), trigger=(2, "iteration"))

@@ -1,5 +1,6 @@
-"""SIGTERM and SIGINT let the iteration end, save and finalize, and end the run with the code of a killed process."""
+"""A signal lets the iteration end, saves and finalizes, and ends the run with the code of a killed process."""
 
+import faulthandler
 import os
 import signal
 import threading
@@ -7,16 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from extensions.snapshots import differing, fail_rename
 
 import forked
 import resume_program
-from chainring import serializers, training
+from chainring import iterators, serializers, training
 from chainring.serializers._loading import read_state
 from chainring.serializers._store import find_snapshot
 from chainring.training import Interrupted, extensions, triggers
+from rank_pair import on_two_ranks
 
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+OTHERS = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+ALL = SIGNALS + [(number, 128 + number) for number in OTHERS]
 
 
 def send(number, at, times=1):
@@ -45,7 +50,7 @@ def interrupted(out, number, at, *more):
     return made
 
 
-@pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.parametrize(("number", "code"), ALL)
 def test_the_iteration_ends_and_its_state_is_saved(tmp_path, capsys, number, code):
     """One snapshot, at the end of the iteration in which the signal came, its evaluation included; then Interrupted."""
     trainer, *_ = interrupted(tmp_path, number, 4, (extensions.snapshot(), (100, "iteration")))
@@ -261,15 +266,134 @@ def test_handlers_are_called_too_and_put_back(tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_what_is_ignored_stays_ignored(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, *OTHERS])
+def test_what_is_ignored_stays_ignored(tmp_path, number):
     """As under nohup, or in the background of a shell."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        trainer, *_ = interrupted(tmp_path, signal.SIGINT, 2)
+        trainer, *_ = interrupted(tmp_path, number, 2)
         trainer.run()
         assert trainer.updater.iteration == 9
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", OTHERS)
+def test_a_handler_of_the_script_is_called_too_and_put_back(tmp_path, number):
+    """As that for SIGTERM is; the run ends with its state saved."""
+    got = []
+
+    def own(number, frame):
+        got.append(number)
+
+    before = signal.signal(number, own)
+    try:
+        trainer, *_ = interrupted(tmp_path, number, 2, (extensions.snapshot(), (100, "iteration")))
+        with pytest.raises(Interrupted):
+            trainer.run()
+        assert got == [number]
+        assert signal.getsignal(number) is own
+        assert (tmp_path / "snapshot_iter_2").is_dir()
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell what is handled")
+def test_a_signal_that_faulthandler_has_stays_with_it(tmp_path):
+    """It writes the stacks, and the run goes on."""
+    with open(tmp_path / "stacks", "w+") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        try:
+            trainer, *_ = interrupted(tmp_path / "out", signal.SIGUSR1, 2)
+            trainer.run()
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+        file.seek(0)
+        assert "most recent call first" in file.read()
+    assert trainer.updater.iteration == 9
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_with_continue_after_sigusr1_a_snapshot_is_taken_and_the_run_goes_on_bit_for_bit(tmp_path, capsys, at, times):
+    """Once, however often it comes in an iteration; the end is that of a run that got no signal."""
+    whole = build(tmp_path / "whole")
+    whole[0].run()
+    made = build(tmp_path / "cut", continue_after_sigusr1=True)
+    made[0].extend(send(signal.SIGUSR1, at, times), name="signal", priority=400)
+    made[0].extend(extensions.snapshot(), trigger=(100, "iteration"))
+    made[0].run()
+    assert [path.name for path in (tmp_path / "cut").glob("snapshot*")] == [f"snapshot_iter_{at}"]
+    assert f"SIGUSR1 comes in iteration {at}: its state is saved; the run continues" in capsys.readouterr().out
+    outcomes = [{**resume_program.outcome(*each), "generators": 0} for each in (made, whole)]
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_signal_while_that_snapshot_is_taken_is_not_lost(tmp_path):
+    """The run ends in the same iteration."""
+    sent = iter([signal.SIGTERM])
+
+    def condition():
+        for number in sent:
+            os.kill(os.getpid(), number)
+        return True
+
+    made = build(tmp_path, continue_after_sigusr1=True)
+    made[0].extend(send(signal.SIGUSR1, 2), name="first", priority=400)
+    made[0].extend(extensions.snapshot(condition=condition), trigger=(100, "iteration"))
+    with pytest.raises(Interrupted):
+        made[0].run()
+    assert made[0].updater.iteration == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
+def test_with_continue_after_sigusr1_every_other_signal_ends_the_run(tmp_path, number):
+    """Also one that comes after SIGUSR1."""
+    made = build(tmp_path, continue_after_sigusr1=True)
+    made[0].extend(send(signal.SIGUSR1, 2), name="first", priority=400)
+    made[0].extend(send(number, 4), name="second", priority=400)
+    made[0].extend(extensions.snapshot(), trigger=(100, "iteration"))
+    with pytest.raises(Interrupted) as caught:
+        made[0].run()
+    assert caught.value.code == 128 + number
+    assert sorted(path.name for path in tmp_path.glob("snapshot*")) == ["snapshot_iter_2", "snapshot_iter_4"]
+
+
+def on_ranks(comm, out):
+    """What one of two ranks gets: first SIGUSR1, then SIGHUP; which snapshots there are, where each rank ends, and how."""
+    net = torch.nn.Linear(2, 1)
+    loss = lambda net, x: net(x).square().mean()  # noqa: E731
+    iterator = iterators.SerialIterator([torch.ones(2)] * 4, 2)
+    updater = training.StandardUpdater(iterator, torch.optim.SGD(net.parameters(), 0.1), net, loss_func=loss, comm=comm)
+    trainer = training.Trainer(updater, (40, "iteration"), out=out, continue_after_sigusr1=True)
+    for number, at in ((signal.SIGUSR1, 3), (signal.SIGHUP, 20)):
+        trainer.extend(send(number, at if comm.rank == 1 else None), name=f"send {number}", priority=400)
+    trainer.extend(extensions.snapshot(), trigger=(100, "iteration"))
+    with pytest.raises(Interrupted) as caught:
+        trainer.run()
+    return (
+        updater.iteration,
+        caught.value.code,
+        sorted(int(path.name.rpartition("_")[2]) for path in Path(out).glob("snap*")),
+    )
+
+
+def test_a_signal_to_one_rank_is_one_to_all(tmp_path):
+    """All take a snapshot after the same iteration and continue, or end there."""
+    first, second = on_two_ranks(on_ranks, str(tmp_path))
+    assert first[:2] == second[:2], (first, second)
+    end, code, taken = first  # of rank 0, which writes
+    assert code == 128 + signal.SIGHUP
+    assert 3 <= taken[0] <= 5
+    assert 20 <= end <= 22
+    assert taken[1:] == [end]
+
+
+@pytest.mark.parametrize("given", [1, "yes", None])
+def test_another_value_of_continue_after_sigusr1_is_refused(tmp_path, given):
+    """At construction."""
+    with pytest.raises(TypeError, match="continue_after_sigusr1 is True or False"):
+        build(tmp_path, continue_after_sigusr1=given)
 
 
 def test_in_another_thread_no_handler_is_set(tmp_path):
@@ -351,7 +475,7 @@ trainer.run()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("number", "code"), SIGNALS)
+@pytest.mark.parametrize(("number", "code"), [*SIGNALS, (signal.SIGHUP, 129)])
 def test_the_workers_of_a_data_loader_leave_a_signal_to_the_trainer(tmp_path, number, code, persistent):
     """It comes to the whole group, as from a terminal or a scheduler; the iteration ends, and nobody stays behind."""
     program = WITH_WORKERS.format(out=str(tmp_path), persistent=persistent)

@@ -24,7 +24,7 @@ from torch.utils.data._utils import fetch as torch_fetch
 
 from chainring._messages import warn
 from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
-from chainring.iterators._workers import exit_with_parent
+from chainring.iterators._workers import END_SIGNALS, exit_with_parent
 from chainring.iterators.base import Batch, make_batch, not_the_end
 from chainring.serializers.protocol import has_state
 
@@ -211,14 +211,15 @@ def _length(sized: Any) -> int | None:
 
 
 class _WorkerGuard:
-    """A ``worker_init_fn`` for workers that ignore SIGINT, and until they are released SIGTERM, by which torch ends them."""
+    """A ``worker_init_fn`` for workers that ignore `END_SIGNALS`, SIGTERM, by which torch ends them, until released."""
 
     def __init__(self, context: Any, init_fn: Callable[[int], Any] | None) -> None:
         self.released = context.Event()
         self._init_fn = init_fn
 
     def __call__(self, worker_id: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for ignored in END_SIGNALS:
+            signal.signal(ignored, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if self.released.is_set() or os.getppid() == 1 else None)
         threading.Thread(target=exit_with_parent, daemon=True).start()
         if self._init_fn is not None:

@@ -28,7 +28,7 @@ class MultiprocessIterator(IndexedIterator):
     `concat_examples`. If a dataset consists of whole arrays, batches are gathered in this process and no worker is
     started: a gather takes microseconds, less than sending it.
 
-    Workers start with the first batch. They ignore SIGINT and SIGTERM, which the trainer handles, and end with this
+    Workers start with the first batch. They ignore SIGINT, SIGTERM and what else the trainer handles, and end with this
     process, however it ends. An exception of the dataset is raised in this process when its batch is due, with the
     worker's traceback and the example's index; after any error, the next call tries that batch again.
 

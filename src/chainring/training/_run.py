@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from chainring._hints import find_hint
 from chainring._messages import info, list_names, warn
 from chainring._naming import named_submodules
 from chainring._progress import Trainer
+from chainring.iterators._workers import END_SIGNALS
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
 from chainring.serializers._store import Snapshots
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from chainring._places.remote import RemotePlace
 
 logger = logging.getLogger("chainring")
+_FIRST_END = 1  # ranks compare 0 for no signal, 1 for a snapshot of a run that continues, this plus a signal that ends it
 _State = tuple[int, Callable[[], None]]
 """The iteration of a saved state, and what loads it."""
 
@@ -278,7 +281,8 @@ def _try_call(name: str, failure: BaseException | None, call: Callable[..., None
 class Interrupted(SystemExit):
     """Raised after a signal has ended the run: the iteration is complete, snapshots are saved and everything is finalized.
 
-    If it is not caught, the process exits with the code of one killed by the signal: 143 for SIGTERM, 130 for SIGINT.
+    If it is not caught, the process exits with the code of one killed by the signal, 128 + its number: 143 for SIGTERM, 130
+    for SIGINT, 129 for SIGHUP.
 
     Example::
 
@@ -294,41 +298,50 @@ class Interrupted(SystemExit):
 
 
 class Interruption:
-    """While it is entered, SIGTERM and the first SIGINT only set `signum`; the second SIGINT raises KeyboardInterrupt.
+    """While it is entered, the first of `END_SIGNALS` only sets `signum`; the second SIGINT raises KeyboardInterrupt.
 
-    The previous handler is called too, and is restored at the end. An ignored signal stays ignored. In a thread, where
-    Python sets no handlers, nothing is changed. Several ranks end after the same iteration: at the beginning of each they
-    start to compare what they have received, and at the beginning of the next they read the result, so none waits.
+    The previous handler is called too, and is restored at the end. An ignored signal stays ignored, and one that code
+    outside of Python handles, such as faulthandler, stays with it. In a thread, where Python sets no handlers, nothing is
+    changed. Several ranks end after the same iteration: at the beginning of each they start to compare what they have
+    received, and at the beginning of the next they read the result, so none waits.
 
     A run inside an extension or an update of another run is a part of that run's iteration, and this iteration ends. So the
     inner run continues to its end, and the signal ends the outer one.
+
+    Args:
+        continues_after_sigusr1: True if SIGUSR1 only sets `needs_snapshot`, and the run continues.
     """
 
     _entered: ClassVar[list[Interruption]] = []
 
-    def __init__(self, comm: Communicator | None = None) -> None:
+    def __init__(self, comm: Communicator | None = None, *, continues_after_sigusr1: bool = False) -> None:
         self.signum: int | None = None  # the first signal; of several ranks, the largest that any received
         self.ends_run = False  # True when the run ends because of it: at once in one process, or when the ranks agree
+        self.needs_snapshot = False  # True when a snapshot is asked for, of a run that continues
+        self.needs_answer = False  # True if one of them has become true since the trainer has reacted
+        self.continues_after_sigusr1 = continues_after_sigusr1
         self._comm = comm or Communicator()
         self.is_shared = self._comm.world.size > 1  # several ranks have to agree
         self.is_nested = False  # True for a run inside an iteration of another one
         self.is_acknowledged = False  # True once a nested run has saved its state
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
+        self._has_request = False  # for a snapshot, of which the other ranks do not know yet
         self._sigint_count = 0
         self._handlers: dict[int, Any] = {}  # by signal, the handlers that this one replaces
         self._pid = os.getpid()
-
-    @property
-    def name(self) -> str:
-        """The name of the signal, such as ``SIGTERM``."""
-        return signal.Signals(self.signum or 0).name
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self.is_nested = any(outer._pid == self._pid for outer in self._entered)
             self._entered.append(self)
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            status = Path("/proc/self/status")
+            caught = re.search(r"^SigCgt:\s*(\w+)", status.read_text() if status.exists() else "", re.MULTILINE)
+            # The signals with a handler, in Python or, as that of faulthandler, outside of it.
+            handled = 0 if caught is None else int(caught[1], 16)
+            for signum in END_SIGNALS:
                 handler = signal.getsignal(signum)
+                if handler is signal.SIG_DFL and handled >> (signum - 1) & 1:
+                    continue
                 if handler not in (None, signal.SIG_IGN):  # None: not set by Python, which could not restore it
                     self._handlers[signum] = handler
                     signal.signal(signum, self._receive)
@@ -344,9 +357,14 @@ class Interruption:
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # a forked worker has inherited this handler, and its trainer decides
-        self._sigint_count += signum == signal.SIGINT
-        self.signum = self.signum or signum
-        self.ends_run = self.ends_run or not self.is_shared
+        if signum == signal.SIGUSR1 and self.continues_after_sigusr1:
+            self._has_request = self.is_shared
+            self.needs_snapshot = self.needs_snapshot or not self.is_shared
+        else:
+            self._sigint_count += signum == signal.SIGINT
+            self.signum = self.signum or signum
+            self.ends_run = self.ends_run or not self.is_shared
+        self.needs_answer = self.needs_answer or not self.is_shared
         handler = self._handlers.get(signum)
         if callable(handler) and handler is not signal.default_int_handler:
             handler(signum, frame)
@@ -355,21 +373,29 @@ class Interruption:
 
     def compare(self) -> None:
         """Begin to compare what the ranks have received, and read the result of the comparison before."""
-        read, self._read_maximum = self._read_maximum, self._comm.start_max(self.signum or 0)
-        if agreed := read():
-            self.signum, self.ends_run = agreed, True
+        received = _FIRST_END + self.signum if self.signum else int(self._has_request)
+        self._has_request = False
+        read, self._read_maximum = self._read_maximum, self._comm.start_max(received)
+        agreed = read()
+        if agreed > _FIRST_END:
+            self.signum, self.ends_run = agreed - _FIRST_END, True
+        elif agreed:
+            self.needs_snapshot = True
+        self.needs_answer = self.needs_answer or agreed > 0
 
     def settle(self) -> None:
         """Drop, at the end of the loop, a signal that came too late for several ranks to agree upon."""
         if self.is_shared:
-            self.signum = self._read_maximum() or None
+            agreed = self._read_maximum()
+            self.signum = agreed - _FIRST_END if agreed > _FIRST_END else None
 
     def error(self) -> BaseException:
         """Return what ends the run; in a notebook, whose kernel must continue, SIGINT stays a KeyboardInterrupt."""
         assert self.signum is not None
         shell = sys.modules.get("IPython")
         if self.signum == signal.SIGINT and shell is not None and hasattr(shell.get_ipython(), "kernel"):
-            return KeyboardInterrupt(f"{self.name}: the run has ended at the end of an iteration")
+            name = signal.Signals(self.signum).name
+            return KeyboardInterrupt(f"{name}: the run has ended at the end of an iteration")
         return Interrupted(self.signum)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -68,6 +69,8 @@ class Trainer(Stateful):
             ``chainring[remote]``.
         extensions: extensions to register, as with `extend`.
         config: the settings of the run, such as ``vars(args)``, which are recorded with its results.
+        continue_after_sigusr1: True if SIGUSR1 takes all snapshots at the end of the iteration, and the run continues;
+            otherwise it ends the run, as SIGTERM does.
 
     Attributes:
         url: the address of the run, if it is in an object store.
@@ -76,7 +79,8 @@ class Trainer(Stateful):
         extension_name: the name of the extension that is being initialized, called or finalized, ``None`` outside of
             extensions.
         is_rehearsing: True during `rehearse`.
-        is_final_snapshot: True while snapshots are taken because the run ends, whether or not their triggers fire.
+        is_final_snapshot: True while snapshots are taken because the run ends or a signal has come, whether or not their
+            triggers fire.
         interruption: the signal that requested the end of the run, if there was one.
 
     Raises:
@@ -94,11 +98,14 @@ class Trainer(Stateful):
         extensions: Iterable[Callable[[Trainer], Any]] = (),
         *,
         config: Mapping[str, Any] | None = None,
+        continue_after_sigusr1: bool = False,
     ) -> None:
         if not callable(getattr(updater, "update", None)):
             raise TypeError(f"a trainer takes an updater, such as StandardUpdater, first; got {type(updater).__name__}")
         if not isinstance(config, (Mapping, type(None))):
             raise TypeError(f"config is a mapping of settings, such as vars(args); got {type(config).__name__}")
+        if not isinstance(continue_after_sigusr1, bool):
+            raise TypeError(f"continue_after_sigusr1 is True or False, got {continue_after_sigusr1!r}")
         self.updater = updater
         self.stop_trigger = get_stop_trigger(stop_trigger)
         self.out = out
@@ -108,7 +115,7 @@ class Trainer(Stateful):
         self.extension_name: str | None = None
         self.is_rehearsing = False
         self.is_final_snapshot = False
-        self.interruption = Interruption()
+        self.interruption = Interruption(continues_after_sigusr1=continue_after_sigusr1)
         self._entries: dict[str, Entry] = {}
         self._observers: list[Observer] = []
         self._run = Run()
@@ -278,18 +285,20 @@ class Trainer(Stateful):
         highest priority first. Snapshots are taken last, after all triggers have been checked; `Extension` shows the loop.
         A trainer can run only once.
 
-        After SIGTERM or the first SIGINT, the current iteration is completed; then all snapshots are taken and everything
-        is finalized.
+        After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or the first SIGINT, the current iteration is completed; then all snapshots
+        are taken and everything is finalized. A signal that is ignored, as SIGHUP is under ``nohup``, stays ignored. A
+        handler that the script has set is called too.
 
         Raises:
             RuntimeError: it has run before.
-            Interrupted: a signal has ended the run; if it is not caught, the process exits with code 143 or 130.
+            Interrupted: a signal has ended the run; if it is not caught, the process exits with 128 + its number.
         """
         run, failure = self._run, None
         if run.has_begun:
             raise RuntimeError("a trainer can run only once; make a new one, and load a snapshot or state_dict to continue")
         with contextlib.ExitStack() as stack:
-            self.interruption = stack.enter_context(Interruption(self.comm))
+            continues = self.interruption.continues_after_sigusr1
+            self.interruption = stack.enter_context(Interruption(self.comm, continues_after_sigusr1=continues))
             if self.comm.world.size > 1:  # a rank that waits too long for this one shows where it is
                 stack.enter_context(reporting_position(lambda: (self.updater.iteration, self.extension_name)))
             try:
@@ -302,8 +311,7 @@ class Trainer(Stateful):
                         except RollBack as reason:
                             run.roll_back(self, reason)
                     self.interruption.settle()
-                    is_interrupted = self.interruption.signum is not None and not self.interruption.is_nested
-                    _take_final_snapshots(self, is_interrupted)
+                    _take_final_snapshots(self, None if self.interruption.is_nested else self.interruption.signum)
             except BaseException as error:
                 failure = run.explain(self, error)
             failure = run.close(self, failure)
@@ -465,13 +473,26 @@ def _ends(trainer: Trainer) -> bool:
     interruption = trainer.interruption
     if interruption.is_shared:
         interruption.compare()
+    if interruption.needs_answer and _answer(trainer):
+        return True
+    return trainer.stop_trigger(trainer)
+
+
+def _answer(trainer: Trainer) -> bool:
+    """React to a signal: return True if it ends the run, else take the snapshots that it asks for."""
+    interruption = trainer.interruption
+    interruption.needs_answer = False  # at first, since another signal may come while snapshots are taken
+    needs_snapshot, interruption.needs_snapshot = interruption.needs_snapshot, False
     if interruption.ends_run and not interruption.is_nested:
+        interruption.needs_answer = True
         return True
     if interruption.ends_run and not interruption.is_acknowledged:  # inside another run, which will end
         interruption.is_acknowledged = True
-        _take_final_snapshots(trainer, is_interrupted=True)
-        trainer.is_final_snapshot = False
-    return trainer.stop_trigger(trainer)
+        _take_final_snapshots(trainer, interruption.signum, "this run is inside another one, and continues to its end")
+    elif needs_snapshot:
+        _take_final_snapshots(trainer, signal.SIGUSR1, "the run continues")
+    trainer.is_final_snapshot = False
+    return interruption.ends_run and not interruption.is_nested
 
 
 def _step_of(entry: Entry, trainer: Trainer) -> _Step:
@@ -502,21 +523,20 @@ def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
             entry.is_due = False
 
 
-def _take_final_snapshots(trainer: Trainer, is_interrupted: bool) -> None:
+def _take_final_snapshots(trainer: Trainer, signum: int | None, continuation: str = "") -> None:
     """Take all snapshots if a signal has come, and tell what they have saved; else those with ``autoload``."""
     trainer.is_final_snapshot = True
-    interruption, iteration = trainer.interruption, trainer.updater.iteration
-    snapshots = [entry for entry in trainer.entries if entry.is_snapshot]
-    due = [entry for entry in snapshots if is_interrupted or entry.optional("autoload")]
+    iteration, snapshots = trainer.updater.iteration, [entry for entry in trainer.entries if entry.is_snapshot]
+    due = [entry for entry in snapshots if signum is not None or entry.optional("autoload")]
     try:
         if due:
             _take_snapshots(trainer, [_step_of(entry, trainer) for entry in due])
-        for entry in due if is_interrupted else ():  # only what is on the disk is reported as saved
+        for entry in due if signum is not None else ():  # only what is on the disk is reported as saved
             entry.optional("wait")()
     finally:
-        if is_interrupted:
-            ends = "comes in" if interruption.is_nested else "ends the run after"
-            rest = "; this run is inside another one, and continues to its end" if interruption.is_nested else ""
+        if signum is not None:
+            ends = "comes in" if continuation else "ends the run after"
+            rest = f"; {continuation}" if continuation else ""
             written = [entry.optional("saved_iteration") for entry in snapshots]
             saved = "nothing is saved, because no snapshot extension is registered"
             if iteration in written:
@@ -528,7 +548,7 @@ def _take_final_snapshots(trainer: Trainer, is_interrupted: bool) -> None:
                     "its state is not saved, because no snapshot extension has written one of the trainer: they save other "
                     f"objects, their condition was false, or the write failed{newest}"
                 )
-            info(f"{interruption.name} {ends} iteration {iteration}: {saved}{rest}", follows_signal=True)
+            info(f"{signal.Signals(signum).name} {ends} iteration {iteration}: {saved}{rest}", follows_signal=True)
 
 
 def _describe_finished(trainer: Trainer) -> str:
