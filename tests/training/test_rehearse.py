@@ -128,3 +128,34 @@ def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(tmp_path):
     trainer.rehearse()
     trainer.run()
     assert updater.iteration == 2
+
+
+class Missing(training.Extension):
+    """Watches a key that nothing reports."""
+
+    watched_keys = ("main/los",)
+
+    def __call__(self, trainer):
+        pass
+
+
+@pytest.mark.parametrize("watcher", ["an extension", "a trigger", "a stop trigger"])
+def test_a_missing_key_does_not_hide_state_that_is_not_saved(tmp_path, watcher):
+    """Both are told of at once."""
+
+    class Counting(training.Extension):
+        calls = 0
+
+        def __call__(self, trainer):
+            self.calls += 1
+
+    stops = training.triggers.EarlyStoppingTrigger(monitor="main/los")
+    trainer, *_ = resume_program.build(str(tmp_path), stop=stops if watcher == "a stop trigger" else None)
+    trainer.extend(Counting())
+    if watcher == "an extension":
+        trainer.extend(Missing())
+    elif watcher == "a trigger":
+        trainer.extend(lambda trainer: None, name="x", trigger=training.triggers.MinValueTrigger("main/los"))
+    with pytest.warns(UserWarning, match="extensions.Counting.calls"), pytest.raises(ValueError, match="main/los") as caught:
+        trainer.rehearse()
+    assert "all state has been restored" in caught.value.__notes__[0]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from chainring.training._unsaved import Attributes
 
 _MAX_SHOWN = 12
+_RESTORED = "raised in the rehearsal{}; all state has been restored"
 
 
 def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
@@ -153,7 +154,6 @@ def rehearse(trainer: Trainer) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # extensions may warn of the same key when they are finalized
                 stack.close()
-            raise ValueError(problem)
     # All saved state has been restored now, so what is still as the updates have changed it is not saved.
     before, between, after = seen
     unsaved = _unsaved.unsaved(_unsaved.changed(before, between, after), before, _unsaved.attributes_of(trainer))
@@ -164,6 +164,10 @@ def rehearse(trainer: Trainer) -> None:
             "two updates and a call of each extension have changed values that are not saved, so a resumed run would "
             f"start with those of the script (a value that is set again before each use need not be saved):{shown}{more}",
         )
+    if problem:
+        error = ValueError(problem)
+        error.add_note(_RESTORED.format(""))
+        raise error
 
 
 def _find_unknown_keys(trainer: Trainer, reported: set[str]) -> str | None:
@@ -216,7 +220,7 @@ def _preserved_state(trainer: Trainer) -> Generator[None]:
             yield
     except BaseException as error:
         position = "" if trainer.extension_name is None else f", in extension {trainer.extension_name!r}"
-        error.add_note(f"raised in the rehearsal{position}; all state has been restored")
+        error.add_note(_RESTORED.format(position))
         raise
     finally:
         trainer.out, trainer.observation, trainer.extension_name = out, observation, None
