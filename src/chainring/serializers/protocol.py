@@ -212,6 +212,10 @@ class DictionarySerializer(Serializer):
         self.target[path] = copy_value(value)
         return value
 
+    def visited(self) -> list[Any]:
+        """Return the objects that have saved something."""
+        return [obj for obj, _ in self._owners.values()]
+
     def _visit_entries(self, module: Any, own: list[tuple[str, Any]]) -> None:
         entries = state_entries(module)
         for path, name in entry_names(module, entries, self._path).items():

@@ -6,7 +6,7 @@ import copy
 import difflib
 import tempfile
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from types import SimpleNamespace
@@ -21,10 +21,12 @@ from chainring.serializers.protocol import (
     AbstractSerializer,
     DictionaryDeserializer,
     DictionarySerializer,
+    Serializer,
     visit_if_stateful,
 )
 from chainring.training._run import prepare
 from chainring.training.triggers.base import describe, keys_of, never
+from chainring.training.updaters._carried import Carried, save_carried
 from chainring.training.updaters.base import Updater
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ class SimulatedUpdater:
         self.is_new_epoch = self.epoch != epoch
 
 
-def rehearse(trainer: Trainer) -> None:
+def rehearse(trainer: Trainer, carried: Mapping[str, Carried]) -> None:
     """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not checked."""
     for name, model in trainer.updater.get_all_models().items():
         if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
@@ -134,7 +136,7 @@ def rehearse(trainer: Trainer) -> None:
     from chainring.training import _unsaved  # which imports NumPy's generators, for a rehearsal alone
 
     seen: list[Attributes] = []
-    with _preserved_state(trainer), ExitStack() as stack:
+    with _preserved_state(trainer, carried), ExitStack() as stack:
         prepare(trainer)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
@@ -209,10 +211,10 @@ def _iterate(trainer: Trainer, calls_extensions: bool) -> None:
 
 
 @contextmanager
-def _preserved_state(trainer: Trainer) -> Generator[None]:
+def _preserved_state(trainer: Trainer, carried: Mapping[str, Carried]) -> Generator[None]:
     """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
     saved = DictionarySerializer()
-    _visit_state(saved, trainer)
+    _visit_state(saved, trainer, carried)
     out, observation = trainer.url or trainer.out, trainer.observation
     try:
         with _random.preserve_rng(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
@@ -225,10 +227,15 @@ def _preserved_state(trainer: Trainer) -> Generator[None]:
     finally:
         trainer.out, trainer.observation, trainer.extension_name = out, observation, None
         trainer.is_rehearsing = False
-        _visit_state(DictionaryDeserializer(saved.target), trainer)
+        _visit_state(DictionaryDeserializer(saved.target), trainer, carried)
 
 
-def _visit_state(serializer: AbstractSerializer, trainer: Trainer) -> None:
+def _visit_state(serializer: AbstractSerializer, trainer: Trainer, carried: Mapping[str, Carried]) -> None:
     serializer.visit("updater", trainer.updater)
     for entry in trainer.entries:
         visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
+    if isinstance(serializer, Serializer):
+        save_carried(serializer, carried, trainer, is_whole=True)
+    else:
+        for key, item in carried.items():
+            item.serialize(serializer[key])

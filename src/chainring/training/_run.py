@@ -42,6 +42,7 @@ from chainring.training._entry import Entry, Identity, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training._settings import check_agreement, check_generators, check_out
 from chainring.training.triggers.base import IntervalTrigger, describe
+from chainring.training.updaters._carried import Carried
 
 if TYPE_CHECKING:
     from chainring._places.remote import RemotePlace
@@ -57,7 +58,8 @@ class Run:
 
     def __init__(self) -> None:
         self.has_begun = False  # True once Trainer.run was called
-        self.loaded_state = LoadedState()
+        self.carried: dict[str, Carried] = {}  # by key, what functions given to the trainer carry
+        self.loaded_state = LoadedState(self.carried)
         self.earlier_time = 0.0  # seconds of training in the runs before a resume
         self.started_at: float | None = None  # on a monotonic clock; None as long as state may be loaded
         self.ended_at: float | None = None
@@ -402,7 +404,8 @@ class Interruption:
 class LoadedState:
     """The saved run that was loaded into a trainer, kept until the run starts, since extensions may be registered later."""
 
-    def __init__(self) -> None:
+    def __init__(self, carried: Mapping[str, Carried]) -> None:
+        self._carried = carried
         self.exists = False  # True once anything was loaded, so that the run continues an earlier one
         self.gives_way = False  # True if it came from another library: snapshots of the run itself are newer
         self.generators: Any = None  # the state of the random generators, put back immediately before the first update
@@ -455,6 +458,9 @@ class LoadedState:
                     visit_if_stateful(source["extensions"], name, entry.extension)
                     if saved_classes[name] == type(trigger).__name__:
                         visit_if_stateful(source["extension_triggers"], name, trigger)
+                    for key in ("extensions", "extension_triggers") if self._carried else ():
+                        if carried := self._carried.get(f"{key}/{entry.name}"):
+                            carried.serialize(source[key][name])
                     settings = source["extension_trigger_settings"]
                     visit_setting(settings, name, describe(trigger, as_setting=True), f"trigger of extension {entry.name!r}")
         self._names = names

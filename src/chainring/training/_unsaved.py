@@ -6,7 +6,6 @@ differ where the bits differ.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import re
@@ -15,13 +14,14 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from chainring._callables import defined_by, is_taken_apart, references
 from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring.serializers.protocol import has_state
@@ -35,8 +35,6 @@ _ARRAYS = (Tensor, np.ndarray)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _NOT_WALKED = (type, ModuleType, BuiltinMethodType)
-_LIBRARIES = ("chainring.", "torch.")  # of which all attributes are saved, settings or caches
-_LIKE_USER = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")  # in torch, but their state is for the script to save
 _DISPLAYS = frozenset({"tqdm", "rich", "wandb", "mlflow", "tensorboard", "matplotlib", "optuna", "logging"})
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ITEMS, _MAX_BYTES = 8, 20_000, 100, 2**26
 _SAMPLED = 2**16  # elements of an array that is looked at in part
@@ -238,22 +236,12 @@ class _Walk:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in [*itertools.islice(items, _MAX_ITEMS)]:
                 yield (f"{path}[{key!r}]" if isinstance(key, _PLAIN) else path), item, origin
-        elif isinstance(value, functools.partial):
-            for index, item in enumerate((value.func, value.args, value.keywords)):
-                yield f"{path}[{index}]", item, "library"
-        elif isinstance(value, MethodType):
-            yield path, value.__self__, "user"
-            yield path, value.__func__, "user"
-        elif isinstance(value, FunctionType):  # a user's: its attributes, and the outer variables that it uses
-            if _origin(value) == "user":
-                for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                    if hasattr(cell, "cell_contents"):
-                        yield f"{path}, variable {name!r}", cell.cell_contents, "user"
-                for name in value.__code__.co_names:
-                    if name in value.__globals__:
-                        yield f"{path}, variable {name!r}", value.__globals__[name], "user"
-                for name, item in vars(value).items():
-                    yield f"{path}.{name}", item, "user"
+        elif is_taken_apart(value) and not isinstance(
+            value, _NOT_WALKED
+        ):  # a user's: its attributes, and the outer variables that it uses
+            for kind, name, item in references(value):
+                below = {"attribute": f".{name}", "function": "", "object": ""}.get(kind, f", {kind} {name!r}")
+                yield path + below, item, "library" if kind == "argument" and isinstance(item, _PLAIN) else "user"
         elif not isinstance(value, _NOT_WALKED) and _package(type(value)) not in sys.stdlib_module_names:
             yield from self._of_attributes(path, value)
 
@@ -261,7 +249,7 @@ class _Walk:
         cls, is_module, origin_of = type(value), isinstance(value, nn.Module), _attribute_origins(type(value))
         attributes = dict(getattr(value, "__dict__", {}))
         for base in reversed(cls.__mro__):
-            if _origin(base) == "user":
+            if defined_by(base) == "user":
                 slots = vars(base).get("__slots__", ())
                 names = [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
                 attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -273,7 +261,7 @@ class _Walk:
                 yield f"{path}.{name}", item, origin_of(name)
         if is_module:
             for name in sorted(value._non_persistent_buffers_set):
-                yield f"{path}.{name}{_NOT_PERSISTENT}", value._buffers[name], _origin(cls)
+                yield f"{path}.{name}{_NOT_PERSISTENT}", value._buffers[name], defined_by(cls)
             if id(value) not in self._saved:
                 for name, item in {**value._parameters, **value._buffers}.items():
                     yield f"{path}.{name}", item, "user"
@@ -282,35 +270,20 @@ class _Walk:
 
 
 def _attribute_origins(cls: type) -> Callable[[str], str]:
-    """Return a function that gives the origin of an attribute by its name, as `_origin` does of a class.
+    """Return a function that gives the origin of an attribute by its name, as `defined_by` does of a class.
 
     An attribute is the user's if a method of a user's class mentions it, and else belongs to the class that these extend.
     """
-    origins = [_origin(base) for base in cls.__mro__ if _package(base) not in sys.stdlib_module_names]
+    origins = [defined_by(base) for base in cls.__mro__ if _package(base) not in sys.stdlib_module_names]
     extended = next((origin for origin in origins if origin != "user"), "user")
-    if _origin(cls) != "user" or extended == "user":
+    if defined_by(cls) != "user" or extended == "user":
         return lambda name: origins[0]
     if issubclass(cls, nn.Module):
         return lambda name: "library" if name in _MODULE_ATTRIBUTES else "user"
-    members = [vars(base) for base in cls.__mro__ if _origin(base) == "user"]
+    members = [vars(base) for base in cls.__mro__ if defined_by(base) == "user"]
     methods = [item for names in members for item in names.values() if isinstance(item, FunctionType)]
     mentioned = set(itertools.chain(*members, *(method.__code__.co_names for method in methods)))
     return lambda name: "user" if name in mentioned else extended
-
-
-def _origin(definition: Any) -> str:
-    """Return who defines a class or function: ``"library"`` (Chainring, PyTorch, Python), ``"foreign"``, or ``"user"``."""
-    return _origin_of_module(str(definition.__module__))
-
-
-@functools.cache
-def _origin_of_module(name: str) -> str:
-    if f"{name}.".startswith(_LIKE_USER):
-        return "user"
-    if f"{name}.".startswith(_LIBRARIES) or name.partition(".")[0] in sys.stdlib_module_names:
-        return "library"
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "foreign" if re.search(r"[/\\](site|dist)-packages[/\\]", file) else "user"
 
 
 def _package(definition: Any) -> str:

@@ -22,6 +22,7 @@ from chainring.serializers._store import Snapshots, open_store
 from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
+    Serializer,
     Stateful,
     announce_change,
     printing_changes,
@@ -40,6 +41,7 @@ from chainring.training.triggers.base import (
     get_stop_trigger,
     serialize_inner_trigger,
 )
+from chainring.training.updaters._carried import Carried, carried_by, save_carried
 from chainring.training.updaters.base import Updater
 
 _E = TypeVar("_E")
@@ -119,6 +121,8 @@ class Trainer(Stateful):
         self._entries: dict[str, Entry] = {}
         self._observers: list[Observer] = []
         self._run = Run()
+        self._run.carried |= carried_by(updater)
+        self._carry("stop_trigger", self.stop_trigger)
         for extension in extensions:
             self.extend(extension)
         if hasattr(updater, "connect_trainer"):
@@ -229,9 +233,15 @@ class Trainer(Stateful):
             suffix += 1
             entry.name = f"{entry.base_name}_{suffix}"
         self._entries[entry.name] = entry
+        self._carry(f"extensions/{entry.name}", extension)
+        self._carry(f"extension_triggers/{entry.name}", entry.trigger)
         loaded = self._run.loaded_state
         with printing_changes(loaded.unprinted, is_complete=False):
             loaded.restore(self, is_complete=False)
+
+    def _carry(self, key: str, function: Callable[[Trainer], Any]) -> None:
+        if (carried := Carried(function, is_visited=True)).objects:
+            self._run.carried[key] = carried
 
     @overload
     def get_extension(self, name: type[_E]) -> _E: ...
@@ -386,7 +396,7 @@ class Trainer(Stateful):
         """
         if self._run.has_begun:
             raise RuntimeError("rehearse() must be called before run(), which has started; make a new trainer")
-        _preview.rehearse(self)
+        _preview.rehearse(self, self._run.carried)
 
     def explain(self, iterations: int = 100) -> str:
         """Return the plan of the run as text: which extensions run, in which order, and in which of the next iterations.
@@ -434,6 +444,9 @@ class Trainer(Stateful):
                 run.earlier_time = elapsed_time
                 with contextlib.suppress(AttributeError):  # an updater may compute it, in a property
                     self.updater.weight = weight
+                for key, carried in run.carried.items():
+                    if not key.startswith("extension"):
+                        carried.serialize(serializer[key])
                 run.loaded_state.begin(serializer, classes, identities, generators, self)
                 return  # extensions are loaded by `LoadedState`, now or when they are registered
             for key, value in self.reported.observation().items():
@@ -444,6 +457,8 @@ class Trainer(Stateful):
                 visit_if_stateful(serializer["extensions"], name, entry.extension)
                 visit_if_stateful(serializer["extension_triggers"], name, entry.trigger)
                 visit_setting(serializer["extension_trigger_settings"], name, setting, f"trigger of extension {name!r}")
+            if run.carried and isinstance(serializer, Serializer):
+                save_carried(serializer, run.carried, self)
 
 
 def _visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded: Any) -> Any:

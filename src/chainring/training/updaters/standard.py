@@ -35,6 +35,7 @@ from chainring.training.updaters._arguments import (
     check_settings,
     needs_closure,
 )
+from chainring.training.updaters._carried import check_carried
 from chainring.training.updaters._means import WeightedMean
 from chainring.training.updaters._ranks import (
     ExchangeWatch,
@@ -175,6 +176,7 @@ class StandardUpdater(Updater):
             from chainring.training.updaters._virtual_state import check_virtual_ranks
 
             check_virtual_ranks(virtual_ranks, self.comm, models, optimizers)
+            check_carried(loss_func, models)
         for name, source in iterators.items():
             if isinstance(source, Iterator):
                 source.name = name
