@@ -1,5 +1,6 @@
 """A module's own serialize is asked beside its parameters and buffers, at any depth, and nothing of it is lost."""
 
+import functools
 import math
 import random
 import warnings
@@ -432,3 +433,112 @@ def test_any_tree_of_modules_comes_back_or_is_refused_when_it_is_saved(tmp_path)
         outcomes["equal"] += 1
     assert outcomes["equal"] + outcomes["refused"] == 200
     assert min(outcomes["equal"], outcomes["refused"]) > 10
+
+
+def bare(function):
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+def of_the_object(function):
+    def call(self, *args):
+        return function(self, *args)
+
+    return call
+
+
+@functools.cache
+def named(function):
+    return functools.wraps(function)(bare(function))
+
+
+class Logging:
+    """A decorator that is a class, as those that count calls are."""
+
+    def __init__(self, function):
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __get__(self, obj, owner=None):
+        return functools.partial(self.function, obj)
+
+
+DECORATORS = {
+    "none": lambda function: function,
+    "one with wraps": named,
+    "one without": bare,
+    "one that passes the object": of_the_object,
+    "two without": lambda function: bare(bare(function)),
+    "one around one with wraps": lambda function: bare(named(function)),
+    "no_grad": torch.no_grad(),
+    "a class": Logging,
+}
+
+
+def decorated(decorator):
+    """A module with a count that such a method saves."""
+
+    class Counter(nn.Linear):
+        count = 0
+
+        def serialize(self, serializer):
+            self.count = serializer("count", self.count)
+
+        serialize = decorator(serialize)
+
+    return Counter(2, 2)
+
+
+@pytest.mark.parametrize("form", DECORATORS)
+def test_a_decorated_serialize_is_taken(form):
+    """Also where the decorator does not tell what it decorates."""
+    module, other = decorated(DECORATORS[form]), decorated(DECORATORS[form])
+    module.count = 3
+    saved = DictionarySerializer()
+    saved.visit("model", nn.Sequential(module))
+    assert saved.target["model/0/count"] == 3
+    DictionaryDeserializer(saved.target).visit("model", nn.Sequential(other))
+    assert other.count == 3
+
+
+def test_a_serialize_that_passes_all_on_to_that_of_its_base_is_taken():
+    """As a class does that only prints."""
+
+    class Base(nn.Module):
+        def serialize(self, serializer):
+            serializer("key", 1)
+
+    class Derived(Base):
+        def serialize(self, *args, **kwargs):
+            super().serialize(*args, **kwargs)
+
+    saved = DictionarySerializer()
+    saved.visit("model", Derived())
+    assert saved.target == {"model/key": 1}
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_serialize_of_any_arguments_that_shows_nothing_is_refused_with_both_remedies(is_module):
+    """It may be the protocol's, whose state would be lost, or another one's."""
+
+    class Opaque(nn.Module if is_module else object):
+        def serialize(self, *args, **kwargs):
+            self.count = args[0]("count", 0)
+
+    with pytest.raises(TypeError, match=r"functools\.wraps.*declare serialize\(self, serializer\)"):
+        DictionarySerializer().visit("model", Opaque())
+
+
+def test_a_decorated_serialize_of_other_arguments_is_not_the_protocols():
+    """What it decorates shows it."""
+
+    class Other(nn.Linear):
+        @bare
+        def serialize(self, stream, version):
+            raise AssertionError("it is not meant for us")
+
+    saved = DictionarySerializer()
+    saved.visit("model", Other(1, 1))
+    assert saved.target.keys() == {"model/weight", "model/bias"}

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor, nn
 
+from chainring._callables import defined_by, references
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import shard_like
 from chainring._messages import info
@@ -86,13 +87,16 @@ class AbstractSerializer:
     def visit(self, key: str, obj: Any) -> None:
         """Save or load a whole object under ``key``: with its ``serialize``, or its ``state_dict``/``load_state_dict``.
 
-        An empty key means the serializer itself. A ``serialize`` that does not take exactly one argument is ignored. The
-        entries of a module's ``state_dict`` become one key each, with slashes instead of dots, so that a submodule can be
-        found by its path. In addition, each submodule with a ``serialize`` method saves its own state under its path;
-        this state must not depend on the rank.
+        An empty key means the serializer itself. A ``serialize`` that does not take exactly one argument is ignored; of one
+        that takes any, as the function of a decorator does, the decorated one counts. The entries of a module's
+        ``state_dict`` become one key each, with slashes instead of dots, so that a submodule can be found by its path. In
+        addition, each submodule with a ``serialize`` method saves its own state under its path.
+
+        In a snapshot of several ranks, the state that classes of the script declare is that of rank 0, and beside it that
+        of each rank that has another, which as many ranks get back.
 
         Raises:
-            TypeError: the object has neither of them.
+            TypeError: the object has neither of them, or a ``serialize(*args)`` that may not be the protocol's.
             ValueError: while saving, a key is saved twice.
         """
         if is_module(obj):
@@ -459,9 +463,31 @@ def _takes_serializer(obj: Any, method: Any) -> bool:
         return False
     required = [p.kind for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_one = required in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
+    if not required and any(p.kind is p.VAR_POSITIONAL for p in parameters) and defined_by(type(obj)) == "user":
+        takes_one = _takes_serializer_below(obj, function if is_known else method)
     if is_known:
         _takes_one[function] = takes_one
     return takes_one
+
+
+def _takes_serializer_below(obj: Any, function: Any) -> bool:
+    """Return whether a ``serialize(*args, **kwargs)`` passes them on to a function that takes a serializer.
+
+    Raises:
+        TypeError: that cannot be known.
+    """
+    names = ("serialize", getattr(function, "__name__", None))  # that of a decorator around another is the same
+    inner = [item for _, _, item in references(function) if isinstance(item, FunctionType) and item.__name__ in names]
+    inherited = [vars(cls).get("serialize") for cls in type(obj).__mro__[1:] if cls is not Stateful]
+    for method in (*inner, *(item for item in inherited if isinstance(item, FunctionType))):
+        if _takes_serializer(obj, MethodType(method, obj)):
+            return True
+    if inner:
+        return False
+    raise TypeError(
+        f"serialize of {type(obj).__name__} takes *args, as the function of a decorator does, and may not take a serializer "
+        "alone; put @functools.wraps(function) above that function, or declare serialize(self, serializer)"
+    )
 
 
 def own_states(module: Any) -> list[tuple[str, Any]]:
