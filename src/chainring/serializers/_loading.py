@@ -45,7 +45,10 @@ from chainring.serializers._store import (
 )
 from chainring.serializers._values import StoredTensor, read_stored, without_collections
 from chainring.serializers.protocol import (
+    BY_RANK,
     DictionaryDeserializer,
+    announce_change,
+    choose_rank,
     is_module,
     load_entries,
     own_states,
@@ -199,6 +202,12 @@ def load_snapshot(
     """
     with without_collections(), StoredTensors(source, comm.world) as stored:
         state = whole = _values.decode(stored.text, stored.tensors)
+        if (size := whole.get(f"{BY_RANK}size")) is not None:
+            data_ranks = as_communicator(getattr(obj, "comm", Communicator()))
+            kept = choose_rank(whole, data_ranks)
+            if kept and not path_in_snapshot and not is_module(obj) and data_ranks.is_main:
+                consequence = f"all continue with the state of rank 0 where ranks had their own: {', '.join(kept)}"
+                announce_change("number of ranks", size, data_ranks.size, consequence)
         if path_in_snapshot or is_module(obj):
             prefix = f"{path_in_snapshot.strip('/')}/" if path_in_snapshot else model_prefix(state, source)
             name, _, below = prefix.removeprefix(_MODEL).partition("/")

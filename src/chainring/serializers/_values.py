@@ -35,6 +35,7 @@ from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import empty_shard_like, is_sharded, is_summand, shard_like, to_full, to_local
 from chainring._files import parse_strict
+from chainring._random import digest
 
 K = TypeVar("K")
 
@@ -296,6 +297,13 @@ def encode(state: Mapping[str, Any], native_arrays: bool = False) -> tuple[dict[
             raise TypeError(f"a path of state is a str, not {path!r}; give it another key")
     encoder = _Encoder(state.keys(), native_arrays)
     return {path: encoder.value(path, value, 0) for path, value in state.items()}, encoder.tensors
+
+
+def digest_value(path: str, value: Any) -> int:
+    """Return 64 bits of everything in a value."""
+    values, tensors = encode({path: value})
+    contents = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
+    return digest(to_text(values), repr([(t.dtype, t.shape) for t in tensors.values()]).encode(), *contents)
 
 
 def to_text(values: Mapping[str, Any]) -> bytes:

@@ -12,17 +12,18 @@ from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from chainring._callables import defined_by, references
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import shard_like
+from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._messages import info
 from chainring._naming import name_cleaner, submodules, unwrap
 from chainring.serializers._values import (
     SCALARS,
     StoredTensor,
     copy_value,
+    digest_value,
     fill,
     is_same_tensor,
     is_same_value,
@@ -35,6 +36,8 @@ _Owner = tuple[Any, str]
 """An object that is visited, and what of it: ``serialize``, ``state_dict``, or its entries as a module."""
 _ENTRIES = "parameters and buffers"
 _MISSING = object()
+BY_RANK = "by_rank/"
+"""Begins the paths of what differs by rank, followed by the rank and the path: at this alone lies that of rank 0."""
 
 
 class AbstractSerializer:
@@ -264,6 +267,22 @@ class StateCollector(DictionarySerializer):
     def refer(self, path: Path) -> None:
         self.referred.append(path)
 
+    def gather_own(self) -> None:
+        """Add what classes of the script have saved otherwise on the other ranks than on rank 0, below `BY_RANK`."""
+        own = {
+            path: value
+            for path, value in self.target.items()
+            if may_differ_by_rank(self._owners[path][0]) and not (hasattr(value, "detach") and is_sharded(value))
+        }
+        digests = self.comm.gather_object({path: digest_value(path, value) for path, value in own.items()})
+        differing = [{path for path in digest if digest[path] != digests[0].get(path)} for digest in digests]
+        if not any(differing):
+            return
+        mine = {path: copy_value(own[path]) for path in sorted(differing[self.comm.rank])}
+        self.target[f"{BY_RANK}size"] = self.comm.size
+        for rank, values in enumerate(self.comm.gather_object(move(mine, torch.device("cpu")))):
+            self.target |= {f"{BY_RANK}{rank}/{path}": value for path, value in values.items()}
+
     def own_paths(self) -> list[str]:
         """Return the paths of what modules have saved beside their parameters and buffers."""
         below = tuple(self._called)
@@ -278,6 +297,8 @@ def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateC
     serializer = StateCollector(directory)
     serializer.comm = serializer.comm if comm is None else comm
     serializer.visit("", unwrap(obj))
+    if serializer.comm.size > 1:
+        serializer.gather_own()
     return serializer
 
 
@@ -380,6 +401,27 @@ class Stateful:
             self.serialize(DictionaryDeserializer(state_dict))
 
 
+def may_differ_by_rank(owner: Any) -> bool:
+    """Return whether each rank may have other state in an object: the library's own state is the same, or gathered."""
+    from chainring._callables import defined_by  # which few programs need
+
+    return defined_by(type(owner)) != "library" or hasattr(owner, "may_differ_by_rank")
+
+
+def choose_rank(state: dict[str, Any], comm: Communicator) -> list[str]:
+    """Put what this rank has saved in place of that of rank 0; return the paths that stay, as there were other ranks."""
+    size = state[f"{BY_RANK}size"]
+    saved = {key: value for key, value in state.items() if key.startswith(BY_RANK)}
+    pairs = [(key, *key.removeprefix(BY_RANK).partition("/")[::2]) for key in saved]
+    if size != comm.size:
+        return sorted({path for _, _, path in pairs if path})
+    # All ranks read all of it, because they have to read alike.
+    read = read_stored(saved | {path: state[path] for _, _, path in pairs if path in state})
+    state |= {path: read[path] for _, _, path in pairs if path in state}
+    state |= {path: read[key] for key, rank, path in pairs if rank == str(comm.rank)}
+    return []
+
+
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
     """Record a setting beside the state: the saved value is not restored, but printed if it differs."""
     if not isinstance(serializer, Deserializer):
@@ -463,7 +505,7 @@ def _takes_serializer(obj: Any, method: Any) -> bool:
         return False
     required = [p.kind for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_one = required in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
-    if not required and any(p.kind is p.VAR_POSITIONAL for p in parameters) and defined_by(type(obj)) == "user":
+    if not required and any(p.kind is p.VAR_POSITIONAL for p in parameters):
         takes_one = _takes_serializer_below(obj, function if is_known else method)
     if is_known:
         _takes_one[function] = takes_one
@@ -474,15 +516,17 @@ def _takes_serializer_below(obj: Any, function: Any) -> bool:
     """Return whether a ``serialize(*args, **kwargs)`` passes them on to a function that takes a serializer.
 
     Raises:
-        TypeError: that cannot be known.
+        TypeError: that cannot be known, of a class of the script.
     """
+    from chainring._callables import defined_by, references  # which few programs need
+
     names = ("serialize", getattr(function, "__name__", None))  # that of a decorator around another is the same
     inner = [item for _, _, item in references(function) if isinstance(item, FunctionType) and item.__name__ in names]
     inherited = [vars(cls).get("serialize") for cls in type(obj).__mro__[1:] if cls is not Stateful]
     for method in (*inner, *(item for item in inherited if isinstance(item, FunctionType))):
         if _takes_serializer(obj, MethodType(method, obj)):
             return True
-    if inner:
+    if inner or defined_by(type(obj)) != "user":
         return False
     raise TypeError(
         f"serialize of {type(obj).__name__} takes *args, as the function of a decorator does, and may not take a serializer "
