@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -29,6 +29,8 @@ def same(a, b):
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, dict):
         return same(list(a.items()), list(b.items()))
+    if isinstance(a, deque):
+        return a.maxlen == b.maxlen and same(list(a), list(b))
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return a == b
@@ -53,6 +55,7 @@ VALUES = [
     {}, {"a": 1}, {1: "int", "1": "str", None: 0, 2.5: 1, (1, "a"): 2, b"b": 3, 10**5000: 4}, {True: 1},
     {float("nan"): 1}, {np.int64(3): 1}, {"$tensor": "a"}, {"$dict": [[1, 2]]}, {"$": 1, "a": 2}, {"a": {"$tuple": [1]}},
     OrderedDict([("b", 1), ("a", (1,))]), OrderedDict(), Counter({80: 1, 120: 2}), Counter(), Counter("aab"),
+    deque(), deque([1, (2,)], 3), [deque([deque(maxlen=0)])], torch.float32, {"dtype": [torch.bfloat16, torch.complex64]},
     {1, "a"}, frozenset({1, (2,)}), {frozenset({1}): 1}, [OrderedDict([(1, Counter())])],
     np.str_("a\0"), np.bytes_(b"b\0"), np.str_(""), np.bool_(True), np.float64("nan"), np.datetime64("NaT"),
     np.datetime64("2026-01-02T03:04:05", "25s"), np.timedelta64(5, "ns"), np.longdouble("0.1"), np.clongdouble(1j),
@@ -166,7 +169,7 @@ def test_state_of_schedulers_and_optimizers_comes_back():
 Point = namedtuple("Point", "x")
 Colour = IntEnum("Colour", "RED")
 UNSAVABLE = [
-    object(), print, int, Point(1), Colour.RED, range(3), type("Text", (str,), {})("a"), torch.float32,
+    object(), print, int, Point(1), Colour.RED, range(3), type("Text", (str,), {})("a"), torch.device("cpu"),
     np.array([None]), np.array([(1,)], dtype=[("a", int)]), np.ma.masked_array([1]), np.void(b"a"),
     torch.eye(2).to_sparse(), torch.empty(1, device="meta"), torch.ones(1).as_subclass(type("Mine", (torch.Tensor,), {})),
 ]  # fmt: skip

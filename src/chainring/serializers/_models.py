@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +19,7 @@ from torch.optim import Optimizer
 
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._naming import name_cleaner, parameter_names, submodules
+from chainring.serializers._values import is_same_value
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_like, visit_optional
 
 Layouts = dict[str, Any]
@@ -168,7 +174,9 @@ class OptimizerState:
     """An optimizer's state as an object with ``serialize``, which does not change the optimizer.
 
     ``state`` maps the name of a parameter to its entries; a parameter that never had a gradient has none.
-    ``param_groups`` are the hyperparameters, with names of parameters instead of positions.
+    ``param_groups`` are the hyperparameters, with names of parameters instead of positions. Tensors of a subclass, such as
+    quantized ones, are saved as the tensors that they are made of. The state of a wrapper whose ``state_dict`` has another
+    form is saved as it is, and goes by the order of the parameters.
 
     Args:
         optimizer: the optimizer.
@@ -210,18 +218,36 @@ class OptimizerState:
                     f"{path}/state has the key {key!r}, which PyTorch takes for the number of a parameter; use a str"
                 )
         live, members = optimizer.state_dict(), group_names(optimizer, self._model_names)
+        classes = [f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}" for cls in type(optimizer).__mro__]
+        kind = [classes, sorted({*itertools.chain(*optimizer.param_groups)}), live.keys() >= {"state", "param_groups"}]
+        if (saved_kind := serializer("class", kind)) != kind:
+            self._check_class(*saved_kind, *kind)
+        if not kind[2]:
+            self._serialize_as_it_is(serializer, live, members)
+            return
         names = list(itertools.chain.from_iterable(members))
         named = {names[key]: entries for key, entries in live["state"].items() if type(key) is int}
         other = {key: entries for key, entries in live["state"].items() if type(key) is not int}
         groups = [{**group, "params": params} for group, params in zip(live["param_groups"], members, strict=True)]
-        for group in groups:
+        for index, group in enumerate(groups):
             group.pop("param_names", None)  # torch's own names follow the order at hand
+            for key in [key for key, value in group.items() if isinstance(value, _CONSTANTS)]:
+                group[key] = _text_of(group[key])
+                first = dict(enumerate(self._constructed or ())).get(index, group)
+                if is_saving and first.get(key) != group[key]:
+                    raise ValueError(
+                        f"{path}/param_groups/{index}/{key} was {first.get(key)} when the updater was made and is now "
+                        f"{group[key]}, which a resumed run could not set: use a number or str for what changes in a run"
+                    )
         extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
+        packed = {} if type(optimizer).__module__.startswith("torch.") else _pack(named)
         state = visit_like(serializer, "state", named, dict(zip(names, parameters, strict=True)))
+        packed = visit_optional(serializer, "packed", packed) if packed or not is_saving else {}
         groups = serializer("param_groups", groups)
         extra = serializer("extra", extra)
         constructed = serializer("constructed", self._constructed)
         if not is_saving:
+            state = _unpack(state, packed, optimizer) if packed else state
             self._restore(serializer, state, groups, extra, constructed)
             return
         if other:
@@ -240,27 +266,33 @@ class OptimizerState:
     def _restore(self, serializer: AbstractSerializer, state: Any, groups: Any, extra: Any, constructed: Any) -> None:
         """Load what was saved under these keys, and apply what the script now constructs otherwise than that run's."""
         optimizer, made = self._optimizer, [dict(group) for group in self._optimizer.param_groups]
-        ours, theirs = group_names(optimizer, self._model_names), [group["params"] for group in groups]
-        names = itertools.chain.from_iterable(ours)
-        if list(map(sorted, ours)) != list(map(sorted, theirs)):
-            self._regroup(theirs, ours, visit_optional(serializer, "initial_groups", None) or theirs)
-            names = itertools.chain.from_iterable(theirs)
-        own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        parameters = dict(zip(names, enumerate(own), strict=True))
-        by_position: dict[Any, Any] = {}
-        for name, entries in state.items():
-            position, parameter = parameters[name]
-            if is_sharded(parameter) and isinstance(entries, dict):  # those that are as large are sharded as it is
-                fits = {key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in entries.items()}
-                entries = {key: shard_like(value, parameter) if fits[key] else value for key, value in entries.items()}
-            by_position[position] = entries
-        numbers = itertools.count()
-        groups = [
-            {**group, "params": _Positions(itertools.islice(numbers, len(members)))}
-            for group, members in zip(groups, theirs, strict=True)
-        ]
-        by_position |= visit_optional(serializer, "other_state", None) or {}
-        load_optimizer(optimizer, by_position, groups, extra, made)
+        if groups is None:
+            optimizer.load_state_dict(extra)
+            check_loaded(optimizer, extra)
+        else:
+            ours, theirs = group_names(optimizer, self._model_names), [group["params"] for group in groups]
+            names = itertools.chain.from_iterable(ours)
+            if list(map(sorted, ours)) != list(map(sorted, theirs)):
+                self._regroup(theirs, ours, visit_optional(serializer, "initial_groups", None) or theirs)
+                names = itertools.chain.from_iterable(theirs)
+            own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            parameters = dict(zip(names, enumerate(own), strict=True))
+            by_position: dict[Any, Any] = {}
+            for name, entries in state.items():
+                position, parameter = parameters[name]
+                if is_sharded(parameter) and isinstance(entries, dict):  # those that are as large are sharded as it is
+                    fits = {
+                        key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in entries.items()
+                    }
+                    entries = {key: shard_like(value, parameter) if fits[key] else value for key, value in entries.items()}
+                by_position[position] = entries
+            numbers = itertools.count()
+            groups = [
+                {**group, "params": _Positions(itertools.islice(numbers, len(members)))}
+                for group, members in zip(groups, theirs, strict=True)
+            ]
+            by_position |= visit_optional(serializer, "other_state", None) or {}
+            load_optimizer(optimizer, by_position, groups, extra, made)
         for index, (settings, before) in enumerate(zip(self._constructed or (), constructed or (), strict=False)):
             group = optimizer.param_groups[index]
             for key, value in settings.items():
@@ -269,6 +301,31 @@ class OptimizerState:
                     if key == "lr" and "initial_lr" in group:
                         group["initial_lr"] = _filled(group["initial_lr"], value)
                     announce_change(f"{key} of optimizer {self._label!r}, group {index}", before[key], value)
+
+    def _serialize_as_it_is(self, serializer: AbstractSerializer, live: Any, names: list[list[str]]) -> None:
+        """Save or load a ``state_dict`` of a form of its own, which is taken to go by the order of the parameters."""
+        saved_names, state = serializer("parameters", names), serializer("state_dict", live)
+        constructed = serializer("constructed", self._constructed)
+        if saved_names != names:
+            raise ValueError(
+                f"the state of optimizer {self._label!r}, a {type(self._optimizer).__name__}, goes by the order of its "
+                f"parameters, which were {saved_names} and are {names}; resume with the same model and parameter groups"
+            )
+        if not isinstance(serializer, Serializer):
+            self._restore(serializer, None, None, state, constructed)
+
+    def _check_class(self, saved: Any, saved_keys: Any, was_plain: bool, ours: Any, keys: Any, is_plain: bool) -> None:
+        """Refuse the state of an optimizer of another class, unless one is derived from the other or has its settings."""
+        has_name = saved[0].partition(".")[2] == ours[0].partition(".")[2] and set(keys) <= set(saved_keys)
+        is_related = saved[0] in ours or ours[0] in saved or set(saved_keys) - {"initial_lr"} == set(keys) - {"initial_lr"}
+        if was_plain != is_plain or not (is_related or has_name):
+            raise ValueError(
+                f"the saved optimizer {self._label!r} is a {saved[0]}, and this one is a {ours[0]}, which has other state: "
+                f"resume with a {saved[0]}, or start a new run in another out from the saved parameters alone, by "
+                "serializers.load(snapshot, model)"
+            )
+        if saved[0] != ours[0] and not has_name:
+            announce_change(f"class of optimizer {self._label!r}", saved[0], ours[0])
 
     def _regroup(self, theirs: list[list[str]], ours: list[list[str]], initial: list[list[str]]) -> None:
         """Give the optimizer the parameter groups of the saved run; their settings are not loaded."""
@@ -310,13 +367,141 @@ def load_optimizer(
     these.
     """
     made = [dict(group) for group in optimizer.param_groups] if made is None else made
-    optimizer.load_state_dict({**(extra or {}), "state": state, "param_groups": groups})
-    for position, parameter in enumerate(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)):
-        loaded = optimizer.state.get(parameter, {})
-        for key, value in state.get(position, {}).items():
-            loaded[key] = _with_dtypes(loaded[key], value)
+    for group in optimizer.param_groups[len(made) :]:  # of a saved run that has added them
+        made.append({key: value for key, value in group.items() if isinstance(value, _CONSTANTS)})
+    saved = {**(extra or {}), "state": state, "param_groups": groups}
+    optimizer.load_state_dict(saved)
+    live = optimizer.state_dict()["state"]  # of a wrapper, that of the optimizer in it
+    for position, entries in state.items():
+        loaded = live.get(position)
+        for key, value in entries.items() if isinstance(loaded, dict) and isinstance(entries, dict) else ():
+            if key in loaded and (type(value) is not Tensor or getattr(loaded[key], "dtype", None) != value.dtype):
+                loaded[key] = _with_dtypes(loaded[key], value)
+    if not type(optimizer).__module__.startswith("torch."):
+        check_loaded(optimizer, {key: value for key, value in saved.items() if key != "param_groups"})
     for group, settings in zip(optimizer.param_groups, made, strict=False):
         group.update({key: _filled(settings.get(key), value) for key, value in group.items()})
+
+
+def check_loaded(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse an optimizer whose own ``load_state_dict`` did not take saved state as it was."""
+    current, cls = optimizer.state_dict(), type(optimizer)
+    if difference := _first_difference("", {key: current.get(key) for key in saved}, saved):
+        raise ValueError(
+            f"{cls.__module__}.{cls.__qualname__} does not load its own state as it was saved, so that a resumed run would "
+            f"not be exact: state_dict(){difference}; use another optimizer, or correct its load_state_dict"
+        )
+
+
+def _first_difference(path: str, current: Any, saved: Any) -> str | None:
+    """Return where loaded state lacks something that was saved, or has another form of tensor, or another plain value."""
+    if isinstance(saved, Tensor) and isinstance(current, Tensor):
+        forms = [(type(tensor).__name__, str(tensor.dtype), tuple(tensor.shape)) for tensor in (current, saved)]
+        return None if forms[0] == forms[1] else f"{path} becomes {forms[0]} and was {forms[1]}"
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        items = [(key, current.get(key), value) for key, value in saved.items()]
+    elif isinstance(saved, (list, tuple, deque)) and isinstance(current, type(saved)) and len(saved) == len(current):
+        items = [(index, *pair) for index, pair in enumerate(zip(current, saved, strict=True))]
+    else:
+        is_empty = isinstance(saved, dict) and not saved and not current
+        is_same = is_empty or is_same_value(current, saved) or repr(current) == repr(saved)  # as those of NaN
+        return None if is_same else f"{path} becomes {current!r:.40} and was {saved!r:.40}"
+    return next(filter(None, (_first_difference(f"{path}[{key!r}]", *pair) for key, *pair in items)), None)
+
+
+_CONSTANTS = (Enum, type, FunctionType, BuiltinFunctionType, torch.device, torch.memory_format)
+"""Of what a group may hold beside state: settings that the script makes anew, and that are saved as a text."""
+
+
+def _text_of(constant: Any) -> str:
+    if isinstance(constant, Enum):
+        return f"{type(constant).__qualname__}.{constant.name}"
+    return str(getattr(constant, "__qualname__", constant))
+
+
+def _pack(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Put in place of each tensor of a subclass those that it is made of, and return what else makes it."""
+    packed: dict[str, dict[str, Any]] = {}
+    for name, entries in state.items():
+        for key, value in entries.items() if isinstance(entries, dict) else ():
+            if isinstance(value, Tensor) and not is_sharded(value) and hasattr(value, "__tensor_flatten__"):
+                parts, settings = value.__tensor_flatten__()
+                form = [type(value).__qualname__, settings, tuple(value.shape), value.stride()]
+                packed.setdefault(name, {})[key] = form
+                state[name] = {**state[name], key: {part: getattr(value, part) for part in parts}}
+    return packed
+
+
+def _unpack(state: dict[str, Any], packed: Mapping[str, Mapping[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
+    """Make tensors of subclasses again, whose classes are looked up in the modules of the optimizer's own class alone."""
+    known = {name: item for cls in type(optimizer).__mro__ for name, item in vars(sys.modules[cls.__module__]).items()}
+    for name, forms in packed.items():
+        for key, (class_name, settings, shape, strides) in forms.items():
+            cls = known.get(class_name)
+            if not (isinstance(cls, type) and issubclass(cls, Tensor) and hasattr(cls, "__tensor_unflatten__")):
+                raise ValueError(
+                    f"the saved {key!r} of {name} is a {class_name}, which the module of {type(optimizer).__qualname__} "
+                    "does not have; resume with the class of optimizer that has saved it"
+                )
+            state[name][key] = cls.__tensor_unflatten__(state[name][key], settings, torch.Size(shape), tuple(strides))
+    return state
+
+
+def trains_other_weights(optimizer: Any) -> TypeGuard[Any]:
+    """Return whether an optimizer, such as a schedule-free one, trains other weights than those to use: by eval, train."""
+    return callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+
+
+@contextmanager
+def weights_to_use(updater: Any) -> Iterator[bool]:
+    """Inside, let models have the weights to use where an optimizer trains others, and then those again bit for bit.
+
+    Yield whether there is such an optimizer.
+    """
+    averaging = [optimizer for optimizer in updater.get_all_optimizers().values() if trains_other_weights(optimizer)]
+    # In the mode that is set already, both calls do nothing.
+    averaging = [o for o in averaging if o.param_groups[0].get("train_mode", getattr(o, "train_mode", True))]
+    parameters = [p for optimizer in averaging for group in optimizer.param_groups for p in group["params"]]
+    trained = [parameter.detach().clone() for parameter in parameters]
+    try:
+        for optimizer in averaging:
+            optimizer.eval()
+        yield bool(averaging)
+    finally:
+        for optimizer in averaging:
+            optimizer.train()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, trained, strict=True):
+                parameter.copy_(value)
+
+
+def try_loading(optimizer: Optimizer) -> None:
+    """Try whether a copy of an optimizer with a ``state_dict`` or ``load_state_dict`` of its own loads its state.
+
+    That of a large model is not copied: it is tried where a run is resumed.
+    """
+    own = [getattr(type(optimizer), name) is not getattr(Optimizer, name) for name in ("state_dict", "load_state_dict")]
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    size = sum(parameter.numel() for parameter in parameters.values() if not is_lazy(parameter))
+    if not any(own) or type(optimizer).__module__.startswith("torch.") or size > 2**23:
+        return
+    try:
+        other = _copy(optimizer, dict(parameters))
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    except Exception:  # it cannot be copied
+        return
+    check_loaded(other, optimizer.state_dict())
+
+
+def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Return a copy with all attributes: by itself an optimizer copies groups and state alone, and no optimizer in it."""
+    other: Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = other
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer) and id(inner) not in memo:
+            _copy(inner, memo)
+    vars(other).update(copy.deepcopy(vars(optimizer), memo))
+    return other
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -327,7 +512,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     plain = (bool, int, float, str, tuple, type(None))
     groups = []
     for group in optimizer.param_groups:
-        settings = {key: _as_number(value) for key, value in group.items() if key != "params"}
+        settings = {key: _as_number(value) for key, value in group.items() if key not in ("params", "train_mode")}
         settings = {key: value for key, value in settings.items() if isinstance(value, plain)}
         initial = settings.pop("initial_lr", None)
         groups.append(settings if initial is None else {**settings, "lr": initial})
@@ -337,12 +522,16 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _as_number(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_as_number, value))
+    if isinstance(value, _CONSTANTS):
+        return _text_of(value)
     is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex()
     return value.item() if is_number else value
 
 
 def _filled(setting: Any, value: Any) -> Any:
-    """Return a value in the form of the setting: where that is a tensor, it is filled in place."""
+    """Return a value in the form of the setting: a tensor is filled in place, and a constant of the script stays."""
+    if isinstance(setting, _CONSTANTS):
+        return setting
     if isinstance(setting, tuple) and isinstance(value, (tuple, list)) and len(setting) == len(value):
         return tuple(map(_filled, setting, value))
     if not isinstance(setting, Tensor) or not isinstance(value, (Tensor, bool, int, float)):
@@ -354,7 +543,7 @@ def _filled(setting: Any, value: Any) -> Any:
 def _with_dtypes(loaded: Any, saved: Any) -> Any:
     """Return ``loaded`` in the types of ``saved``: torch also splits a str into letters, and makes a dict of a Counter."""
     if isinstance(saved, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+        return saved.to(loaded.device) if isinstance(loaded, Tensor) and loaded.dtype != saved.dtype else loaded
     if isinstance(saved, dict):
         restored = copy.copy(saved)
         for key, value in saved.items():
@@ -362,6 +551,8 @@ def _with_dtypes(loaded: Any, saved: Any) -> Any:
         return restored
     if type(saved) in (list, tuple):
         return type(saved)(map(_with_dtypes, loaded, saved))
+    if isinstance(saved, deque):
+        return deque(map(_with_dtypes, loaded, saved), saved.maxlen)
     return saved if isinstance(saved, str) else loaded
 
 

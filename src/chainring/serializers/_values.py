@@ -5,7 +5,8 @@ which JSON has no word is an object of one key, its tag:
 
     {"$tuple": [...]}  {"$set": [...]}  {"$frozenset": [...]}  {"$size": [...]}            containers
     {"$dict": [[key, value], ...]}  {"$ordered_dict": ...}  {"$counter": ...}              with keys of any type
-    {"$int": hexadecimal}  {"$float": "inf", "-inf" or "nan"}  {"$complex": [real, imaginary]}
+    {"$deque": [maxlen, [...]]}
+    {"$int": hexadecimal}  {"$float": "inf", "-inf" or "nan"}  {"$complex": [real, imaginary]}  {"$dtype": name of torch's}
     {"$bytes": base64}  {"$bytearray": base64}  {"$numpy": [dtype, base64]}                a scalar of NumPy
     {"$tensor": name}  {"$array": [dtype, shape, name]}                                    kept in another file, by name
     {"$here": 0}                          a tensor whose name is the path of this place: where most have theirs
@@ -22,7 +23,7 @@ import json
 import math
 import re
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -100,7 +101,7 @@ def is_same_value(first: Any, second: Any) -> bool:
     if isinstance(first, (Tensor, np.ndarray)) or isinstance(second, (Tensor, np.ndarray)):
         arrays = as_array(first), as_array(second)
         return type(first) is type(second) and arrays[0] is not None and np.array_equal(arrays[0], arrays[1])  # type: ignore[arg-type]
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+    if isinstance(first, (list, tuple, deque)) and isinstance(second, (list, tuple, deque)):
         return len(first) == len(second) and all(map(is_same_value, first, second))
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(is_same_value(value, second[key]) for key, value in first.items())
@@ -128,6 +129,8 @@ def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:
         return memo[id(value)]
     if type(value) in (list, tuple):
         return type(value)(copy_value(item, memo) for item in value)
+    if type(value) is deque:
+        return deque((copy_value(item, memo) for item in value), value.maxlen)
     if type(value) is dict:
         return {key: copy_value(item, memo) for key, item in value.items()}
     return copy.deepcopy(value, memo)
@@ -231,8 +234,9 @@ def read_stored(saved: Any, current: Any = None, likes: Mapping[Any, Any] | None
 def _replace_stored(value: Any, function: Callable[[StoredTensor, tuple[Any, ...]], Any], keys: tuple[Any, ...]) -> Any:
     if isinstance(value, StoredTensor):
         return function(value, keys)
-    if type(value) in (list, tuple):
-        return type(value)(_replace_stored(item, function, (*keys, i)) for i, item in enumerate(value))
+    if type(value) in (list, tuple, deque):
+        items = [_replace_stored(item, function, (*keys, i)) for i, item in enumerate(value)]
+        return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
     if isinstance(value, dict) and value:
         replaced = copy.copy(value)
         for key, item in value.items():  # by update, a Counter would add
@@ -285,9 +289,10 @@ _RESERVED_NAMES = ("__metadata__", "chainring.json")  # of safetensors, and of n
 def encode(state: Mapping[str, Any], native_arrays: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of ``state`` as JSON types, and the tensors to which they refer, by name.
 
-    Values are numbers of Python and NumPy, strings, bytes, ``None``, tensors, arrays, and lists, tuples, sets, dicts,
-    ``OrderedDict`` and ``Counter`` of them, with any of the plain ones as keys. A tensor is named by its path, one
-    within a container by a path below it. Tensors are not copied; arrays are, unless ``native_arrays`` keeps them as such.
+    Values are numbers of Python and NumPy, strings, bytes, ``None``, tensors, arrays, dtypes of torch, and lists, tuples,
+    sets, deques, dicts, ``OrderedDict`` and ``Counter`` of them, with any of the plain ones as keys. A tensor is named by
+    its path, one within a container by a path below it. Tensors are not copied; arrays are, unless ``native_arrays`` keeps
+    them as such.
 
     Raises:
         TypeError: a value that could not be restored; the message names its path and type.
@@ -377,6 +382,8 @@ class _Encoder:
         if cls is list or cls in _SEQUENCE_TAGS:
             items = [self.value(f"{path}/{i}", item, depth + 1) for i, item in enumerate(value)]
             return items if cls is list else {_SEQUENCE_TAGS[cls]: items}
+        if cls is deque:
+            return {"$deque": [value.maxlen, self.value(path, list(value), depth)]}
         if cls in _MAPPING_TAGS:
             pairs = []
             for key, item in value.items():
@@ -394,7 +401,7 @@ class _Encoder:
         raise TypeError(_refusal(path, value))
 
     def _tensor(self, path: str, tensor: Tensor, depth: int) -> dict[str, Any]:
-        is_refused = type(tensor) not in _TENSORS and not is_sharded(tensor)
+        is_refused = type(tensor) not in _TENSORS and not (is_sharded(tensor) and type(to_local(tensor)) in _TENSORS)
         if is_refused or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             description = f"{type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
             raise TypeError(f"{path}: a {description} cannot be saved; save a plain tensor, to_dense() or dequantize()")
@@ -418,6 +425,10 @@ class _Encoder:
         name = path.replace("\0", "")  # a zip cuts names at zeros
         while name in self.tensors or name in _RESERVED_NAMES or (name in self.paths and (depth > 0 or name != path)):
             name += "~"  # as in {"a": {"b": x}, "a/b": y}
+        try:
+            _ = name.isascii() or name.encode()
+        except UnicodeEncodeError:
+            raise TypeError(f"{path!a}: a tensor cannot be saved under a key with a lone surrogate; rename it") from None
         self.tensors[name] = tensor
         return name
 
@@ -461,6 +472,9 @@ class _Decoder:
             return self._tensor(path, content)
         if tag == "$here" and content == 0:
             return self._tensor(path, path)
+        if tag == "$deque":
+            maxlen, items = _expect(content, list, 2)
+            return deque(self.value(path, _expect(items, list), depth), None if maxlen is None else _expect(maxlen, int))
         if tag == "$array":
             return self._array(path, *_expect(content, list, 3))
         if tag == "$numpy":
@@ -501,6 +515,11 @@ class _Decoder:
         return replace(tensor, convert=convert) if isinstance(tensor, StoredTensor) else convert(tensor)
 
 
+def _dtype(name: Any) -> torch.dtype:
+    require_dtype(_expect(name, str))
+    return _expect(getattr(torch, name, None), torch.dtype)  # type: ignore[no-any-return]
+
+
 def _path_below(path: str, key: Any) -> str:
     return f"{path}/{key:x}" if type(key) is int and abs(key) >= _LARGEST_INT else f"{path}/{key}"
 
@@ -516,8 +535,8 @@ def _refusal(path: str, value: Any) -> str:
     dtype = f" of dtype {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""
     name = f"{type(value).__module__}.{type(value).__qualname__}{dtype}"
     return (
-        f"{path}: {name} cannot be saved. State is made of numbers, str, bytes, None, tensors, arrays, and lists, tuples, "
-        "sets and dicts of them: save what it is made of, and build it again when loading"
+        f"{path}: {name} cannot be saved. State is made of numbers, str, bytes, None, tensors, arrays, dtypes, and lists, "
+        "tuples, sets, deques and dicts of them: save what it is made of, and build it again when loading"
     )
 
 
@@ -552,6 +571,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
     float: _float,
     bytes: lambda value: {"$bytes": _to_base64(value)},
     bytearray: lambda value: {"$bytearray": _to_base64(value)},
+    torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
     complex: lambda value: {"$complex": [_float(value.real), _float(value.imag)]},
 }
 _SCALAR_TAGS: dict[str, Callable[[Any], Any]] = {
@@ -559,9 +579,10 @@ _SCALAR_TAGS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$bytes": _from_base64,
     "$bytearray": lambda word: bytearray(_from_base64(word)),
+    "$dtype": _dtype,
 }
 _SEQUENCES: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$size": torch.Size}
 _MAPPINGS: dict[str, Any] = {"$dict": dict, "$ordered_dict": OrderedDict, "$counter": Counter}
 _SEQUENCE_TAGS = {cls: tag for tag, cls in _SEQUENCES.items()}
 _MAPPING_TAGS = {cls: tag for tag, cls in _MAPPINGS.items()}
-_TAGS = {*_SCALAR_TAGS, *_SEQUENCES, *_MAPPINGS, "$tensor", "$here", "$array", "$numpy", "$complex"}
+_TAGS = {*_SCALAR_TAGS, *_SEQUENCES, *_MAPPINGS, "$tensor", "$here", "$array", "$numpy", "$complex", "$deque"}
