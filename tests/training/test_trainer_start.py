@@ -4,7 +4,9 @@ import os
 import re
 
 import pytest
+import torch
 from counting import CountingUpdater, Fires, a_trainer
+from toys import updater_of
 
 from chainring import report, training
 from chainring.training import extensions
@@ -126,3 +128,72 @@ def test_a_change_of_the_working_directory_does_not_move_the_run(tmp_path, monke
     assert len((tmp_path / "result" / "log.jsonl").read_text().splitlines()) == 3
     assert (tmp_path / "result" / "snapshot_iter_3").is_dir()
     assert os.listdir(tmp_path / "elsewhere") == []
+
+
+class Holding(training.Extension):
+    """Has this state."""
+
+    trigger = (1, "iteration")
+
+    def __init__(self, key="state", value=1):
+        self.key, self.value = key, value
+
+    def __call__(self, trainer):
+        return False
+
+    def serialize(self, serializer):
+        serializer(self.key, self.value)
+
+
+def holding_module(trainer, *state):
+    """Lets the model save more than its parameters."""
+    module = trainer.updater.get_model("main").predictor
+    module.serialize = Holding(*state).serialize
+
+
+UNSAVABLE = {
+    "an object of an extension": lambda t: t.extend(Holding(value=object())),
+    "a generator of an extension": lambda t: t.extend(Holding(value={"seen": [iter([1])]})),
+    "a tensor of an extension under half a surrogate": lambda t: t.extend(Holding("a\udc80", torch.ones(1))),
+    "a tensor in a dict under half a surrogate": lambda t: t.extend(Holding(value={"\ud800": torch.ones(1)})),
+    "a sparse tensor": lambda t: t.extend(Holding(value=torch.eye(2).to_sparse())),
+    "an object of a trigger": lambda t: t.extend(lambda trainer: None, "called", trigger=Holding(value=object())),
+    "an object of a module": lambda t: holding_module(t, "state", object()),
+    "a parameter under half a surrogate": lambda t: t.updater.get_model("main").register_buffer("b\udc80", torch.ones(1)),
+    "a reported value under half a surrogate": lambda t: t.extend(
+        lambda trainer: report({"loss \udc80": torch.ones(())}), "reporter", priority=200
+    ),
+}
+
+
+@pytest.mark.parametrize("add", UNSAVABLE.values(), ids=UNSAVABLE)
+def test_state_that_cannot_be_saved_ends_a_run_after_its_first_update(tmp_path, add):
+    """And not at its first snapshot, after an epoch of work; a run without snapshots saves nothing, and goes on."""
+    for takes_snapshots in (True, False):
+        trainer = training.Trainer(updater_of(), (2, "epoch"), out=str(tmp_path / str(takes_snapshots)))
+        if takes_snapshots:
+            trainer.extend(extensions.snapshot(), trigger=(2, "epoch"))
+        add(trainer)
+        if takes_snapshots:
+            with pytest.raises(TypeError, match=r"cannot be saved"):
+                trainer.run()
+            assert trainer.updater.iteration == 1
+        else:
+            trainer.run()
+            assert trainer.updater.iteration == 6
+
+
+def test_the_trial_of_the_state_writes_no_file_and_prints_nothing(tmp_path, capsys):
+    """After the first update there is what a run without snapshots has written."""
+    files = []
+    for takes_snapshots in (True, False):
+        out = tmp_path / str(takes_snapshots)
+        trainer = training.Trainer(updater_of(), (1, "iteration"), out=str(out))
+        trainer.extend(extensions.LogReport(trigger=(5, "iteration")))
+        trainer.extend(extensions.Recorder())
+        if takes_snapshots:
+            trainer.extend(extensions.snapshot(), trigger=(2, "epoch"))
+        trainer.run()
+        files.append({path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and path.name != "run.json"})
+    assert files[0] == files[1]
+    assert capsys.readouterr().out == ""

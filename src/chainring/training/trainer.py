@@ -18,11 +18,14 @@ from chainring._messages import Place, info, warn
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
+from chainring.serializers._models import try_loading
 from chainring.serializers._store import Snapshots, open_store
+from chainring.serializers._values import encode
 from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
     Serializer,
+    StateCollector,
     Stateful,
     announce_change,
     printing_changes,
@@ -336,6 +339,8 @@ class Trainer(Stateful):
         update = surround(self._observers, "around_update", self, call=self.updater.update)
         steps = [_step_of(entry, self) for entry in self.entries if not entry.is_snapshot]
         snapshots = [_step_of(entry, self) for entry in self.entries if entry.is_snapshot]
+        if not self.is_replaying and any(entry.optional("target") is None for entry, *_ in snapshots):
+            snapshots.append((snapshots[0][0], None, partial(_try_state, snapshots), snapshots[0][3]))
         while not ends():
             previous = self.reported
             self.reported = self.reporter.reported = Reported()
@@ -508,6 +513,28 @@ def _answer(trainer: Trainer) -> bool:
         _take_final_snapshots(trainer, signal.SIGUSR1, "the run continues")
     trainer.is_final_snapshot = False
     return interruption.ends_run and not interruption.is_nested
+
+
+def _try_state(snapshots: list[_Step], trainer: Trainer) -> bool:
+    """Try after the first update whether all state can be saved, rather than let the first snapshot end the run.
+
+    What writes files is left out: to save it, it writes them.
+    """
+    snapshots.pop()
+    state = StateCollector()
+    state.comm = trainer.comm
+    state.visit("updater", trainer.updater)
+    for key, value in trainer.observation.items():
+        if hasattr(value, "detach") and is_scalar(value):
+            state["observation"](key, value)
+    for entry in trainer.entries:
+        if not entry.is_snapshot and not entry.optional("writes"):
+            visit_if_stateful(state["extensions"], entry.name, entry.extension)
+        visit_if_stateful(state["extension_triggers"], entry.name, entry.trigger)
+    encode(state.target)
+    for optimizer in trainer.updater.get_all_optimizers().values():
+        try_loading(optimizer)
+    return False
 
 
 def _step_of(entry: Entry, trainer: Trainer) -> _Step:
