@@ -11,6 +11,7 @@ complex ones as two or four.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -125,7 +126,7 @@ def _add_tensors(path: str, value: Any, tensors: dict[str, Tensor]) -> None:
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _add_tensors(f"{path}/{key}", item, tensors)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         for index, item in enumerate(value):
             _add_tensors(f"{path}/{index}", item, tensors)
 

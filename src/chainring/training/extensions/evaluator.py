@@ -24,6 +24,7 @@ from chainring.reporting._metrics import all_over_ranks, fresh_metrics, is_metri
 from chainring.reporting.media import Media, report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, is_scalar
+from chainring.serializers._models import weights_to_use
 from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions.progress_bar import bar_of_batches
@@ -203,7 +204,8 @@ class Evaluator(Extension):
         shown = bar_of_batches(iterator, self.default_name, sys.stdout) if is_shown else nullcontext(iterator)
         modes = [(module, module.training) for model in models for module in model.modules()]
         try:
-            with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), shown as batches:
+            weights = nullcontext() if self._updater is None else weights_to_use(self._updater)
+            with torch.no_grad(), _random.preserve_rng(), weights, fresh_metrics(models), shown as batches:
                 for model in models:
                     model.eval()
                 if virtual_ranks is None:

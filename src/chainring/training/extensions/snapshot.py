@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from string import Formatter
@@ -18,6 +18,7 @@ from chainring._distributed.sharding import is_sharded
 from chainring._messages import warn
 from chainring._naming import name_cleaner
 from chainring.serializers._loading import load_snapshot
+from chainring.serializers._models import weights_to_use
 from chainring.serializers._saving import (
     BackgroundWriter,
     Checkpoint,
@@ -251,8 +252,9 @@ class Snapshot(Extension):
             self.saved_iteration = iteration if self.target is None else None
             return None
         series.begun_iteration = iteration
-        with without_collections():
-            checkpoint = self._capture(trainer, comm, is_copied=self.asynchronous)
+        weights = weights_to_use(trainer.updater) if is_module(self.target) else nullcontext(False)
+        with without_collections(), weights as is_changed:
+            checkpoint = self._capture(trainer, comm, is_copied=self.asynchronous or is_changed)
         if not comm.is_main:
             return (
                 (lambda: checkpoint.commit(store, directory, iteration, comm=series.comm)) if checkpoint.is_sharded else None
@@ -353,13 +355,14 @@ class ModelFile(Snapshot):  # snapshots record this name as the class of the ext
 
     def _prepare(self, trainer: Trainer, siblings: list[Entry], takers: list[str]) -> Write | None:
         path = Path(trainer.out) / self._series.names(trainer)[0]
-        tensors = module_tensors(self.target)
-        if any(map(is_sharded, tensors.values())):  # written at once: the next update would change it
-            self._guard(lambda: save_tensors(path, tensors, path.name))
-            return None
-        if not trainer.comm.is_main:
-            return None
-        staged = self._staging.copy(tensors) if self.asynchronous else tensors
+        with weights_to_use(trainer.updater) as is_changed:
+            tensors = module_tensors(self.target)
+            if any(map(is_sharded, tensors.values())):  # written at once: the next update would change it
+                self._guard(lambda: save_tensors(path, tensors, path.name))
+                return None
+            if not trainer.comm.is_main:
+                return None
+            staged = self._staging.copy(tensors) if self.asynchronous or is_changed else tensors
         return lambda: save_tensors(path, staged)
 
 

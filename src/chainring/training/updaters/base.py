@@ -12,7 +12,15 @@ from torch.optim import Optimizer
 from chainring._distributed.communicator import Communicator
 from chainring._naming import parameter_names, unwrap
 from chainring._progress import Trainer, find_main_iterator, raise_unless_end
-from chainring.serializers._models import Flags, Layouts, OptimizerState, buffer_layouts, group_names, serialize_layouts
+from chainring.serializers._models import (
+    Flags,
+    Layouts,
+    OptimizerState,
+    buffer_layouts,
+    group_names,
+    serialize_layouts,
+    trains_other_weights,
+)
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
 
 
@@ -97,6 +105,9 @@ class Updater(Stateful):
     def start(self) -> None:
         """Prepare for a run; called when it starts, after the state of a resumed run was restored."""
         self._note_flags()
+        for optimizer in self.get_all_optimizers().values():
+            if trains_other_weights(optimizer):
+                optimizer.train()
 
     def _note_flags(self) -> None:
         for name, model in self.get_all_models().items():
