@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test compat check lint wheel release browser docs migration faults bench growth clean .faults .ranks
+.PHONY: help install demo test compat check lint wheel release browser docs migration libraries faults bench growth clean .faults .ranks
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -38,7 +38,7 @@ LONG := $(addprefix tests/test_,black_box_page.py docs.py) tests/examples \
 	$(addprefix tests/training/test_,hostile_out.py nothing_left.py) $(addprefix tests/parallel/test_,recorder_on_ranks.py moves.py launchers.py) \
 	$(addprefix tests/remote/test_,index.py saving_to_addresses.py cli_on_addresses.py)
 
-TESTS := --numprocesses 3 --dist loadfile --ignore tests/migration $(addprefix --ignore ,$(LONG))
+TESTS := --numprocesses 3 --dist loadfile --ignore tests/migration --ignore tests/libraries $(addprefix --ignore ,$(LONG))
 
 test: install  ## the tests a contributor runs
 	$(BIN)/python -m pytest $(TESTS)
@@ -50,9 +50,10 @@ TORCH ?= 2.6 2.9 newest
 compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of their own (20 GB), and their table
 	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
 
-check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, faults, ranks, speed
-	$(MAKE) --jobs 2 --output-sync=target wheel lint browser $(VENV)/.chainer
+check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, faults, ranks, speed
+	$(MAKE) --jobs 2 --output-sync=target wheel lint browser $(VENV)/.chainer $(VENV)/.libraries
 	$(MIGRATION) --numprocesses 3 --no-loadscope-reorder $(LONG) tests/migration  # a third, since most of them wait
+	$(LIBRARIES)
 	$(MAKE) --jobs 2 --output-sync=target .faults .ranks
 	$(BIN)/python benchmarks/gate.py
 
@@ -100,6 +101,20 @@ MIGRATION = CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/nu
 
 migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer, pytorch-pfn-extras and Keras
 	$(MIGRATION) --numprocesses 2 tests/migration
+
+# Some of these would bring another torch, and others change what transformers finds: without what they depend on, and apart.
+$(VENV)/.libraries: $(VENV)/.installed constraints.txt
+	$(BIN)/python -m venv $(VENV)/libraries
+	echo 'import site; site.addsitedir("'$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')'")' \
+	  > $$($(VENV)/libraries/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/installed.pth
+	$(PIP:$(BIN)/python=$(VENV)/libraries/bin/python) --no-deps \
+	  bitsandbytes pandas peft pytorch_optimizer schedulefree timm torch_geometric torchao torchvision
+	touch $@
+
+LIBRARIES = $(VENV)/libraries/bin/python -m pytest --numprocesses 2 tests/libraries
+
+libraries: $(VENV)/.libraries  ## optimizers, models and data of bitsandbytes, torchao, timm, peft and others, the real ones
+	$(LIBRARIES)
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --group bench
