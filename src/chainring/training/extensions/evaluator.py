@@ -45,7 +45,8 @@ class Evaluator(Extension):
 
     If the target is a model of the updater, it is evaluated as it is trained: in the updater's precision and with the
     updater's ``loss_func``. Any other target, such as an average of the parameters, is called as it is, unless
-    ``precision`` and ``loss_func`` are given.
+    ``precision`` and ``loss_func`` are given. Where an optimizer trains other weights than those to use, as a schedule-free
+    one does, those of its ``eval()`` are evaluated, and those that it trains are put back bit for bit.
 
     Example::
 

@@ -53,6 +53,7 @@ class Snapshot(Extension):
     It is taken after the last extension of an iteration, so that a run resumed from it is bit-exact with an uninterrupted
     one. Files are written in the background, one snapshot at a time, and training pauses only to copy the state. An error
     of a write is raised at the next snapshot, or at the end of the run; with `on_failure`, training can continue instead.
+    State that cannot be saved ends the run after its first update.
 
     A name with ``{.updater.iteration}`` belongs to one snapshot. Any other name, such as ``"best"``, is a symbolic link
     to the snapshot ``<name>_iter_<iteration>``: the next one is committed first, then the link is replaced by a rename,
@@ -67,7 +68,8 @@ class Snapshot(Extension):
 
     Args:
         filename: the name in the trainer's ``out``: a format string of the trainer, or a function of it.
-        target: the object to save instead of the whole trainer.
+        target: the object to save instead of the whole trainer; a model with the weights of its optimizer's ``eval()``, if
+            the optimizer, as a schedule-free one, trains others.
         condition: called without arguments; nothing is saved if it returns false.
         n_retains: the number of snapshots to keep; -1 keeps all, or one if the name is fixed. Older ones are removed
             after the next is on the disk; only snapshots that this extension has written are removed.
