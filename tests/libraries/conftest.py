@@ -4,9 +4,8 @@ import contextlib
 import warnings
 
 import torch
-import torch._dynamo
 
-torch._dynamo.config.disable = True  # the steps of some optimizers take a minute to compile
+torch.compiler.set_stance("force_eager")  # the steps of some optimizers take a minute to compile
 with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):
     try:
         import torchvision  # noqa: F401
