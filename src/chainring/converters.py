@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
 
     The first example decides the structure: tuples give a tuple of tensors, mappings a dict, anything else one tensor
     (a list is the data of an array). Python floats become float32, integers int64, booleans bool; arrays and
-    tensors keep their dtype. A batch that already holds columns is passed through: a `Batch` of them, a mapping, or a tuple
-    with an array in it.
+    tensors keep their dtype. A batch that already holds columns is passed through: a `Batch` of them, a mapping, a
+    dataclass, or a tuple with an array in it.
 
     Args:
         batch: a list of examples, all of the same structure.
@@ -58,7 +59,7 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
     target = as_device(device)
     if columns is not None:
         return _move(target, columns)
-    if isinstance(batch, Mapping) or (isinstance(batch, tuple) and _holds_array(batch)):
+    if isinstance(batch, Mapping) or (isinstance(batch, tuple) and _holds_array(batch)) or is_dataclass(batch):
         return _move(target, batch)
     if len(batch) == 0:
         raise ValueError("a batch needs at least one example, got none")
@@ -66,7 +67,7 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
 
 
 def _holds_array(x: Any) -> bool:
-    if isinstance(x, (tuple, Mapping)):
+    if isinstance(x, (tuple, list, Mapping)):
         return any(map(_holds_array, x.values() if isinstance(x, Mapping) else x))
     return isinstance(x, (Tensor, np.ndarray)) and x.ndim > 0
 

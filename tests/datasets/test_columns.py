@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from chainring.datasets._columns import count_rows, select_rows
+from chainring.datasets._batches import count_rows, select_rows
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from chainring.datasets._columns import count_rows, select_rows
     [
         (np.zeros((3, 2)), 3),
         (torch.zeros(4), 4),
-        ((None, "x", [torch.zeros(5)]), 5),
+        ((None, "x", [torch.zeros(5)], torch.zeros(5)), 5),
         ({"a": 1, "b": {"c": np.zeros(6)}}, 6),
         ((torch.tensor(1.0), torch.zeros(2)), 2),
         (torch.tensor(1.0), None),

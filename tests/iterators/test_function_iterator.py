@@ -155,7 +155,7 @@ def test_ranks_cannot_share_what_cannot_be_cut():
     iterator = FunctionIterator(lambda index: Graphs())
     assert len(next(iterator)) == 5
     iterator.share(0, 2)
-    with pytest.raises(ValueError, match="a Graphs of 5 examples cannot be cut into rows: return a tuple or mapping"):
+    with pytest.raises(ValueError, match="the batch is a Graphs, which cannot be cut into rows; return a tuple"):
         next(iterator)
 
 

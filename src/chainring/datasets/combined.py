@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from chainring._checks import is_integer
 from chainring._random import Indices, epoch_order, stable_hash
-from chainring.datasets._columns import Gather, make_gather, make_tuple_gather, select_rows
+from chainring.datasets._batches import COLUMNS, select_rows
+from chainring.datasets._columns import Gather, make_gather, make_tuple_gather
 from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, size_of
 
 
@@ -130,7 +131,7 @@ class ConcatenatedDataset(DatasetMixin):
             owners = ends.searchsorted(indices, "right")
             order = np.argsort(owners, kind="stable")
             chunks = [gathers[k](indices[owners == k] - starts[k]) for k in np.unique(owners).tolist() or [0]]
-            return select_rows(tree_map(join, *chunks), np.argsort(order))
+            return select_rows(tree_map(join, *chunks), np.argsort(order), layout=COLUMNS)
 
         return gather_columns
 

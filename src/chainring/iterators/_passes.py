@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import fetch as torch_fetch
 
 from chainring._messages import warn
 from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
+from chainring.datasets._batches import COLUMNS, Batch, Layout, make_batch
 from chainring.iterators._workers import END_SIGNALS, exit_with_parent
-from chainring.iterators.base import Batch, make_batch, not_the_end
+from chainring.iterators.base import not_the_end
 from chainring.serializers.protocol import has_state
 
 _SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
@@ -40,6 +41,7 @@ class Source:
         has_end: True if it is known that a pass without a known length ends.
         state_gap: what its own state lacks to continue a pass bit for bit, if it has a state.
         inexactness: why batches do not come in the same order again, and the remedy.
+        layout: what is known of the structure of its batches.
     """
 
     has_end = False
@@ -50,6 +52,7 @@ class Source:
         self.loader = loader
         self.is_single_pass = hasattr(loader, "__next__")
         self.may_draw = type(loader) not in (list, tuple)
+        self.layout: Layout = COLUMNS if getattr(loader, "collate_fn", None) is default_collate else {}
 
     @property
     def length(self) -> int | None:
@@ -132,10 +135,23 @@ class TorchLoader(Source):
         return super().find_split() or self._dataset.find_split()
 
     def begin(self, releases: list[Callable[[], Any]]) -> Any:
-        """Begin a pass, with workers that leave signals to the trainer and end with the pass."""
+        """Begin a pass, with workers that leave signals to the trainer and end with the pass.
+
+        A ``collate_fn`` of the user's says how many examples it was given, from which its batch can be told.
+        """
         loader = self.loader
-        if not isinstance(loader, DataLoader) or not self._n_workers:
+        if not isinstance(loader, DataLoader):
             return iter(loader)
+        collate = loader.collate_fn
+        if loader.batch_sampler is not None and self.layout is not COLUMNS and not _is_defined_in(collate, "chainring."):
+            loader.collate_fn = _CountingCollate(collate)
+        try:
+            return self._begin(releases) if self._n_workers else iter(loader)
+        finally:
+            loader.collate_fn = collate
+
+    def _begin(self, releases: list[Callable[[], Any]]) -> Any:
+        loader = self.loader
         init_fn, is_persistent = loader.worker_init_fn, loader.persistent_workers
         guard = _WorkerGuard(loader.multiprocessing_context or multiprocessing.get_context(), init_fn)
         # Called by multiprocessing before it waits for its processes: at exit, and in a Process, where atexit is not.
@@ -208,6 +224,22 @@ def _length(sized: Any) -> int | None:
         return len(sized)
     except TypeError:
         return None
+
+
+class _Collated(NamedTuple):  # whose items torch pins
+    batch: Any
+    examples: int
+
+
+class _CountingCollate:
+    """A ``collate_fn`` that returns beside the batch how many examples it was given."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, examples: Any) -> Any:
+        batch = self._collate(examples)
+        return _Collated(batch, len(examples)) if isinstance(examples, (list, tuple)) else batch
 
 
 class _WorkerGuard:
@@ -361,7 +393,10 @@ class Passes:
                 if is_from_data(error, self._pass):
                     raise not_the_end(f"the dataset or a function of the loader of iterator {self._owner.name!r}") from error
                 raise
-        return make_batch(item)
+        source, examples = self._source, None
+        if type(item) is _Collated:
+            item, examples = item
+        return make_batch(item, examples, source.layout, getattr(source.loader, "batch_size", None))
 
     @contextmanager
     def _seeded(self, *keys: int) -> Generator[None]:

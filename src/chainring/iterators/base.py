@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator as PythonIterator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,8 +14,7 @@ from chainring._checks import is_integer
 from chainring._distributed.virtual_ranks import block_of
 from chainring._random import Indices
 from chainring.converters import Converter
-from chainring.datasets._columns import Batch as Batch
-from chainring.datasets._columns import Uncounted, UncountedBatch, count_rows
+from chainring.datasets._batches import Batch as Batch
 from chainring.serializers.protocol import AbstractSerializer, Stateful
 
 if TYPE_CHECKING:
@@ -139,12 +138,6 @@ class Iterator(Stateful):
         """
         if self.size == 1:
             return batch
-        columns = batch.columns
-        if columns is not None and len(batch) > 1 and not hasattr(columns, "__getitem__"):
-            raise ValueError(
-                f"{self.size} ranks share a batch by its rows, and a {type(columns).__name__} of {len(batch)} examples "
-                "cannot be cut into rows: return a tuple or mapping of arrays, or a Batch of examples"
-            )
         share = batch[self.rows_of_share(len(batch))]
         if not len(share):
             share = batch[:1]
@@ -219,17 +212,6 @@ class Iterator(Stateful):
 
 
 PythonIterator.register(Iterator)
-
-
-def make_batch(item: Any) -> Batch:
-    """Return an item of a loader as a batch."""
-    if isinstance(item, Batch):
-        return item
-    columns = tuple(item) if type(item) is list else item  # which default_collate makes
-    if (rows := count_rows(columns)) is None:
-        column = next(iter(columns.values()), ()) if isinstance(columns, Mapping) else columns  # of strings, say
-        rows = len(column) if hasattr(column, "__len__") else 1
-    return UncountedBatch(columns, rows) if isinstance(rows, Uncounted) else Batch(columns=columns, length=rows)
 
 
 def not_the_end(what: str) -> RuntimeError:

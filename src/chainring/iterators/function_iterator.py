@@ -9,7 +9,8 @@ from typing import Any
 
 from chainring._checks import find_call_error, is_integer
 from chainring._random import digest, preserve_rng, seed_all, stable_hash
-from chainring.iterators.base import Batch, Iterator, counters_of, make_batch
+from chainring.datasets._batches import Batch, make_batch
+from chainring.iterators.base import Iterator, counters_of
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change
 
 

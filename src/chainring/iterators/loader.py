@@ -29,8 +29,9 @@ class LoaderIterator(Iterator):
     """Wraps a source of batches, and counts epochs: a ``DataLoader``, a list of batches, a generator, or a function.
 
     Batches are returned as they are, without being concatenated again; only a list (which ``default_collate`` returns)
-    becomes a tuple. The number of examples in a batch is the first dimension of its arrays; if these differ, let the
-    model return a ``"weight"`` beside ``"loss"``, or the loader return a `Batch`. The random numbers that the loader
+    becomes a tuple. The number of examples in a batch is the first dimension of its arrays, or the length of lists and
+    tuples within it that hold one item of each example; if these differ, let the model return a ``"weight"`` beside
+    ``"loss"``, or the loader return a `Batch`. The random numbers that the loader
     draws in this process from Python's, NumPy's or torch's global generator come from a separate stream, a function of
     the seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch. Worker processes start and end with
     each pass, also those of ``persistent_workers=True``, so that the seed and the pass determine their generators.

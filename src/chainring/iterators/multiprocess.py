@@ -12,6 +12,7 @@ from typing import Any
 from chainring._checks import is_number
 from chainring._random import stable_hash
 from chainring.converters import Converter, concat_examples
+from chainring.datasets._batches import COLUMNS
 from chainring.datasets.base import Dataset
 from chainring.iterators._workers import BatchDataset, WorkerPool
 from chainring.iterators.base import Batch
@@ -126,7 +127,9 @@ class MultiprocessIterator(IndexedIterator):
             error.add_note(f"raised by {origin}, epoch {failure.order - self._orders.first}, in iterator {self.name!r}")
             raise error
         length = sum(len(indices) for _, indices in segments)
-        return Batch(result.examples) if result.examples is not None else Batch(columns=result.columns, length=length)
+        if result.examples is not None:
+            return Batch(result.examples)
+        return Batch(columns=result.columns, length=length, layout=COLUMNS if self._converter is concat_examples else None)
 
     def finalize(self) -> None:
         if self._pool is not None:

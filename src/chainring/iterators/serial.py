@@ -22,7 +22,8 @@ from chainring._random import (
     set_seed,
     stable_hash,
 )
-from chainring.datasets._columns import Batch, make_gather
+from chainring.datasets._batches import COLUMNS, Batch
+from chainring.datasets._columns import make_gather
 from chainring.datasets.base import Dataset, size_of
 from chainring.iterators.base import Iterator, counters_of, not_the_end
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
@@ -108,7 +109,7 @@ class IndexedIterator(Iterator):
                 batch = self._fetch_examples(share)
             else:
                 indices = share[0][1] if len(share) == 1 else np.concatenate([indices for _, indices in share])
-                batch = Batch(columns=self._gather(indices), length=len(indices))
+                batch = Batch(columns=self._gather(indices), length=len(indices), layout=COLUMNS)
         except StopIteration as error:
             raise not_the_end(f"the dataset {type(self.dataset).__name__} of iterator {self.name!r}") from error
         if is_empty:

@@ -17,7 +17,7 @@ from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import block_of
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
-from chainring.datasets._columns import count_examples, require_count, take_examples
+from chainring.datasets._batches import count_examples, require_count, take_examples
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.reporting._metrics import all_over_ranks, fresh_metrics, is_metric, restored

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chainring._messages import warn
-from chainring.datasets._columns import Uncounted, require_count
+from chainring.datasets._batches import Uncounted, require_count
 from chainring.reporting.reporter import current
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
 from chainring.training.updaters._arguments import check_loss

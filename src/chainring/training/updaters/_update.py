@@ -19,7 +19,7 @@ from chainring._distributed.progress import note_iteration
 from chainring._distributed.sharding import is_sharded, to_full, to_local
 from chainring._hints import PRECISIONS
 from chainring._progress import raise_unless_end
-from chainring.datasets._columns import require_count
+from chainring.datasets._batches import require_count
 from chainring.reporting.reporter import current, current_observation, report, report_scope
 from chainring.reporting.summary import is_scalar, select_scalars, weighted_mean, weighted_means
 from chainring.training.updaters._arguments import NO_FP16, check_call

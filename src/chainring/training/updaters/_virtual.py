@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from chainring import _random
 from chainring._distributed.sharding import shard_like, to_local
 from chainring._distributed.virtual_ranks import Exchange, TreeSum, absent_of, block_of
-from chainring.datasets._columns import Batch, count_examples, require_count, take_examples
+from chainring.datasets._batches import Batch, count_examples, require_count, take_examples
 from chainring.reporting._metrics import uncounted
 from chainring.reporting.reporter import Reporter, current
 from chainring.training.updaters._means import BucketedSum, list_trained, unstash

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from chainring._naming import named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, device_scope, to_device
-from chainring.datasets._columns import Uncounted, count_examples, require_count, take_examples
+from chainring.datasets._batches import Uncounted, count_examples, require_count, take_examples
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
 from chainring.serializers.protocol import AbstractSerializer, visit_setting

@@ -19,7 +19,7 @@ from chainring._distributed.sharding import is_sharded, to_full
 from chainring._hints import UPDATER_KEYWORDS, hinting
 from chainring._progress import raise_unless_end
 from chainring.converters import Converter, Device, concat_examples
-from chainring.datasets._columns import Batch, Uncounted, count_examples, require_count
+from chainring.datasets._batches import Batch, Uncounted, count_examples, require_count
 from chainring.iterators.base import Iterator
 from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
