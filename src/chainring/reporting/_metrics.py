@@ -51,10 +51,16 @@ def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
             attributes[name] = metric
 
 
-def uncounted(models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+def list_metrics(models: Iterable[nn.Module]) -> list[Any]:
+    """Return the metrics that are attributes of submodules."""
+    return [metric for model in models for *_, metric in _metric_attributes(model)]
+
+
+def uncounted(
+    models: Iterable[nn.Module], but: Collection[str] = ("_buffers", "_modules", "_parameters")
+) -> AbstractContextManager[None]:
     """Return a context that undoes what metrics that are attributes of submodules have counted in it; not in buffers."""
-    metrics = [metric for model in models for *_, metric in _metric_attributes(model)]
-    return restored(metrics, but=("_buffers", "_modules", "_parameters"))
+    return restored(list_metrics(models), but)
 
 
 @contextmanager

@@ -536,6 +536,9 @@ class IntervalMeans:
         values = trainer.observation if reported is None else reported.values
         if self._keys is not None:
             values = {key: values[key] for key in self._keys if key in values}
+        own = getattr(trainer.updater, "reported_weights", None) if weight is None else None
+        if own:
+            values = {key: (value, own[key]) if key in own else value for key, value in values.items()}
         if values:
             self._summary.add(values, getattr(trainer.updater, "weight", 1) if weight is None else weight)
 
@@ -568,8 +571,8 @@ def weighted_means(observations: Sequence[tuple[Mapping[str, Any], Any]]) -> dic
         pairs = [(values[key], weight) for values, weight in observations if key in values]
         if all(is_scalar(value) for value, _ in pairs):
             merged[key], _ = weighted_mean(pairs)
-        elif all(_is_weighted(value) for value, _ in pairs):
-            merged[key] = weighted_mean([value for value, _ in pairs])
+        elif all(is_scalar(value) or _is_weighted(value) for value, _ in pairs):
+            merged[key] = weighted_mean([value if _is_weighted(value) else pair for pair in pairs for value in pair[:1]])
         else:
             merged[key] = pairs[-1][0]
     return merged

@@ -1,20 +1,26 @@
 """The Evaluator: what it reports, and that it leaves everything as it was."""
 
 import io
+import json
 import random
 import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from scripted import Counting, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from chainring import Reporter, datasets, iterators, report, training
 from chainring import nn as cnn
+from chainring.parallel import Communicator
+from chainring.training import extensions
 from chainring.training.extensions import Evaluator
+from rank_pair import on_two_ranks
 
 
 class Mean(nn.Module):
@@ -501,3 +507,96 @@ def test_elsewhere_than_in_a_terminal_no_bar_is_shown(capsys):
     batches = iterators.SerialIterator(np.arange(6.0), 2, repeat=False, shuffle=False)
     assert Evaluator(batches, Mean(), progress_bar=True).evaluate() == {"main/loss": 2.5}
     assert capsys.readouterr() == ("", "")
+
+
+class Counted(nn.Module):
+    """Has metrics of several makers, which it updates; of a count of its own it returns the metric."""
+
+    def __init__(self, external):
+        super().__init__()
+        self.mean, self.largest = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
+        self.joined = torchmetrics.MetricCollection({"sum": torchmetrics.SumMetric(), "cat": torchmetrics.CatMetric()})
+        self.error = torchmetrics.MeanSquaredError()
+        self.external = [external]  # no attribute that is a metric
+
+    def forward(self, x):
+        x = x.float()
+        self.error.update(x, torch.zeros_like(x))
+        for metric in (self.mean, self.largest, self.joined, self.external[0]):
+            metric.update(x)
+        sums = {"sum": self.joined["sum"], "mean": self.mean, "largest": self.largest, "error": self.error}
+        return {**sums, "external": self.external[0], "loss": x.mean()}
+
+
+def evaluate_metrics(comm, out):
+    """Twice over 5, 3 and 1 examples in batches of two, of the last of which rank 1 has none."""
+    model = nn.Linear(1, 1)
+    updater = training.StandardUpdater([torch.ones(2, 1)], torch.optim.SGD(model.parameters(), 0.1), model, comm=comm)
+    found = []
+    for size in (5, 3, 1):
+        evaluator = Evaluator(once(values(*range(1, size + 1))), Counted(torchmetrics.SumMetric()))
+        evaluator.initialize(training.Trainer(updater, (1, "iteration"), out=out))
+        found += [evaluator.evaluate() for _ in range(2)]
+    return found
+
+
+class Reporting(Counted):
+    """In training it reports its metrics."""
+
+    def __init__(self, external):
+        super().__init__(external)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        found = super().forward(x)
+        external = found.pop("external")
+        report({key: value for key, value in found.items() if key != "loss"}, self)
+        if self.external[1:]:
+            report({"external": external}, self)
+        return found["loss"] * self.factor
+
+
+def train_metrics(comm, out, reports_external):
+    model = Reporting(torchmetrics.SumMetric())
+    model.external += [True] * reports_external
+    loader = DataLoader(torch.arange(1.0, 6.0), batch_size=2)
+    updater = training.StandardUpdater(loader, torch.optim.SGD([model.factor], 0.0), model, comm=comm)
+    trainer = training.Trainer(updater, (2, "epoch"), out=out)
+    trainer.extend(extensions.LogReport(trigger=(1, "epoch")))
+    trainer.run()
+    log = trainer.get_extension("LogReport").log
+    return [{key: value for key, value in row.items() if key.startswith("main/")} for row in log]
+
+
+def count_on_a_rank(comm, out):
+    found = evaluate_metrics(comm, f"{out}/evaluation"), train_metrics(comm, f"{out}/training", False)
+    Path(f"{out}/found-{comm.rank}.json").write_text(json.dumps(found))
+    train_metrics(comm, f"{out}/refused", True)
+
+
+@pytest.fixture(scope="module")
+def counted_on_ranks(tmp_path_factory):
+    """Of two ranks the results of evaluations, the rows of logs, and an error."""
+    out = tmp_path_factory.mktemp("ranks")
+    errors = on_two_ranks(count_on_a_rank, str(out))
+    return [[*json.loads((out / f"found-{rank}.json").read_text()), errors[rank]] for rank in range(2)]
+
+
+def test_metrics_count_no_example_that_a_rank_repeats(counted_on_ranks, tmp_path):
+    """A rank does so to keep in step, where the last batch has fewer examples than there are ranks."""
+    one = evaluate_metrics(Communicator(), str(tmp_path))
+    assert [evaluations for evaluations, _, _ in counted_on_ranks] == [one, one]
+    assert one[0]["main/sum"] == one[0]["main/external"] == 15
+
+
+def test_metrics_in_training_count_no_example_that_a_rank_repeats(counted_on_ranks, tmp_path):
+    """Those that are attributes of the model."""
+    one = train_metrics(Communicator(), str(tmp_path), False)
+    assert counted_on_ranks[0][1] == one
+    assert one[0]["main/sum"] == 15
+
+
+def test_a_metric_outside_of_the_model_that_has_counted_a_repeated_example_is_refused(counted_on_ranks, tmp_path):
+    """With the remedies; on one process nothing is repeated."""
+    assert train_metrics(Communicator(), str(tmp_path), True)[0]["main/external"] == 15
+    assert "the metric 'main/external' has counted it; make the metric an attribute" in counted_on_ranks[1][2]

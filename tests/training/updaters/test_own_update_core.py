@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from toys import assert_close, parameters_of
 
+from chainring import report
 from chainring.iterators import SerialIterator
 from chainring.parallel import Communicator
-from chainring.training import StandardUpdater, UpdateCallbacks
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, extensions
 
 
 def networks():
@@ -157,3 +158,62 @@ def test_clipping_before_a_step_sees_the_gradients_of_that_optimizer_alone():
 
     gan(callbacks=UpdateCallbacks(update_on_start=look)).update()
     assert seen == [{"critic": True, "generator": False}, {"critic": False, "generator": True}]
+
+
+class Critic(StandardUpdater):
+    """Takes two batches in an update, and reports of each."""
+
+    weight_of = staticmethod(lambda x: None)
+    calls_backward = True
+
+    def update_core(self):
+        for key in ("first", "second"):
+            x = self.next_batch()
+            loss = self.get_model("main")(torch.ones(1)).sum() * x.mean()
+            if self.calls_backward:
+                self.backward(loss, self.weight_of(x))
+                self.step()
+            report({key: x.mean(), "last": x.mean(), "name": key})
+
+
+class Tokens(Critic):
+    weight_of = staticmethod(lambda x: 10 * len(x))
+
+
+class TokensOnTheDevice(Critic):
+    weight_of = staticmethod(lambda x: torch.tensor(10 * len(x)))
+
+
+class Silent(Critic):
+    calls_backward = False
+
+
+SIZES = (7, 1, 2, 5)
+CRITICS = {
+    "by rows": (Critic, {}),
+    "by tokens": (Tokens, {}),
+    "by tokens on the device": (TokensOnTheDevice, {}),
+    "without a backward": (Silent, {}),
+    "accumulated": (Critic, {"accumulate": 2}),
+    "accumulated, by tokens": (TokensOnTheDevice, {"accumulate": 2}),
+    "virtual ranks": (Critic, {"virtual_ranks": 2}),
+    "virtual ranks, accumulated": (Critic, {"virtual_ranks": 2, "accumulate": 2}),
+    "virtual ranks, by tokens": (Tokens, {"virtual_ranks": 3}),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings"), CRITICS.values(), ids=CRITICS)
+def test_a_value_is_weighed_by_the_batch_that_it_was_reported_of(kind, settings, tmp_path):
+    """In an update of several batches of other sizes; the observation has the values as they were reported."""
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randn(size, 1, generator=draw) for size in SIZES]
+    model = nn.Linear(1, 1)
+    updater = kind(batches, torch.optim.SGD(model.parameters(), lr=0.0), model, **settings)
+    count = 2 // settings.get("accumulate", 1)
+    trainer = Trainer(updater, (count, "iteration"), out=str(tmp_path))
+    trainer.extend(extensions.LogReport(trigger=(count, "iteration")))
+    trainer.run()
+    (row,) = trainer.get_extension("LogReport").log
+    assert row["first"] == pytest.approx(torch.cat(batches[0::2]).mean().item(), rel=1e-5)
+    assert row["second"] == row["last"] == pytest.approx(torch.cat(batches[1::2]).mean().item(), rel=1e-5)
+    assert not any(isinstance(value, tuple) for value in trainer.observation.values())

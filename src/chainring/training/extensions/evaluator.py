@@ -20,7 +20,7 @@ from chainring.converters import Converter, Device, as_device, concat_examples, 
 from chainring.datasets._batches import count_examples, require_count, take_examples
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
-from chainring.reporting._metrics import all_over_ranks, fresh_metrics, is_metric, restored
+from chainring.reporting._metrics import all_over_ranks, fresh_metrics, is_metric, restored, uncounted
 from chainring.reporting.media import Media, report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, is_scalar
@@ -210,14 +210,29 @@ class Evaluator(Extension):
                 for model in models:
                     model.eval()
                 if virtual_ranks is None:
-                    for batch in batches:
-                        summary.add(*forward(batch))
+                    self._add_forwards(summary, batches, forward)
                 else:
                     self._add_virtual_forwards(summary, batches, forward, virtual_ranks)
                 return summary.over_ranks(self._comm).compute_mean()
         finally:
             for module, training in modes:
                 module.training = training
+
+    def _add_forwards(self, summary: DictMeans, batches: Iterable[Any], forward: Any) -> None:
+        """Evaluate batches, and add what is reported; an example that keeps this rank in step counts in no metric either."""
+        metrics: dict[str, Any] = {}  # that were reported
+        for batch in batches:
+            if self._comm.size == 1 or count_examples(batch) != 0:
+                observation, weight = forward(batch)
+                summary.add(observation, weight)
+            else:
+                with uncounted(self._targets.values(), but=("_modules", "_parameters")), restored(metrics.values()):
+                    observation, weight = forward(batch, False)
+                for key in [key for key, value in observation.items() if is_metric(value) and key not in metrics]:
+                    observation[key].reset()
+                summary.add(observation, weight)
+            if self._comm.size > 1:
+                metrics |= {key: value for key, value in observation.items() if is_metric(value)}
 
     def _add_virtual_forwards(self, summary: DictMeans, batches: Iterable[Any], forward: Any, count: int) -> None:
         """Evaluate batches on this rank's block of virtual ranks, and add what is reported, metrics with the counts of all.

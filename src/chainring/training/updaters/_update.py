@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from chainring._distributed.sharding import is_sharded, to_full, to_local
 from chainring._hints import PRECISIONS
 from chainring._progress import raise_unless_end
 from chainring.datasets._batches import require_count
+from chainring.reporting._metrics import is_metric, list_metrics, uncounted
 from chainring.reporting.reporter import current, current_observation, report, report_scope
 from chainring.reporting.summary import is_scalar, select_scalars, weighted_mean, weighted_means
 from chainring.training.updaters._arguments import NO_FP16, check_call
@@ -55,10 +56,12 @@ class Scheme:
     compiled: Compiled | None = None
     exchange_watch: ExchangeWatch | None = None  # where an update_core could change parameters without an exchange
     model_watch: ModelRanksWatch | None = None  # where ranks compute a model together
+    may_repeat: bool = False  # an example, with weight 0, where a batch has none for this rank
     steps_by_closure: bool = False  # the default update hands closures to the optimizers
     spans_batches: bool = field(init=False)  # an update may take several batches
     stashes: bool = field(init=False)  # gradients are set aside until the last micro-batch: an update_core may add others
     ends_with_epoch: bool = field(init=False)  # an update ends early at the end of an epoch, with fewer micro-batches
+    reported_weights: dict[str, Any] = field(default_factory=dict)  # of values of earlier batches of the last update
     update: Update = field(init=False)  # the running one; with virtual ranks, that of the part which is being computed
     idle: Update = field(init=False)  # in place of `update` between updates, so that the graph of a loss is freed
 
@@ -89,15 +92,19 @@ class Update:
     sent: Any = None  # the sum whose sending has begun in the backward
     total_weight: Any = None  # of all micro-batches and ranks, in the last step
     part: Part | None = None  # of a virtual rank
+    uncounted: ExitStack | None = None  # undoes what metrics count while this rank repeats an example, to keep in step
+    has_batch: bool = False  # of the main iterator in this micro-batch of an own ``update_core``
+    pins: dict[str, tuple[Any, Any]] | None = None  # values reported of earlier batches, and their weights
 
     def run(self) -> Any:
         """Accumulate micro-batches, fewer if the data end after some, and return the weight of the update."""
         scheme, updater = self.scheme, self.scheme.updater
         outer = current_observation()
         observed: list[dict[str, Any]] = []
+        pinned: dict[str, Any] = {}  # keys of values with a weight of their own
         for micro_step in range(updater.accumulate):
             before, self.context = self.context, UpdateContext(updater, updater.iteration, micro_step)
-            self.is_last, self.weight = micro_step == updater.accumulate - 1, None
+            self.is_last, self.weight, self.has_batch = micro_step == updater.accumulate - 1, None, False
             self._drop_foreign_gradients()
             if self.part is not None:
                 self.part.whole.seed_generators(self.part)
@@ -115,14 +122,59 @@ class Update:
                 self._end_early()
                 break
             self.weights.setdefault(micro_step, self.examples)  # of an update_core that does without `backward`
+            if self.pins:
+                pins = self.take_pins(observation)
+                observation |= {key: (observation[key], weight) for key, weight in pins.items()}
+                pinned |= pins
             observed.append(observation)
             if scheme.ends_with_epoch and self.has_ended_epoch():
                 self._end_early()
                 break
         weights = [require_count(self.weights[micro_step]) for micro_step in range(len(observed))]
         if outer is not None:
-            outer.update(weighted_means(list(zip(observed, weights, strict=True))))
+            means = weighted_means(list(zip(observed, weights, strict=True)))
+            outer.update(means)
+            outer.update({key: means[key][0] for key in pinned})
+            self.pins = {key: means[key] for key in pinned}
         return sum(weights)
+
+    def note_batch(self, examples: Any) -> None:
+        """Note that an ``update_core`` takes a batch: what it has reported before belongs to the batch before.
+
+        Every value then has the weight of its own batch in a mean.
+        """
+        if self.has_batch and (observation := current_observation()) is not None:
+            self.pins = {} if self.pins is None else self.pins
+            weight = self.weights.pop(self.context.micro_step, self.examples)
+            for key, value in observation.items():
+                if is_scalar(value) and (key not in self.pins or self.pins[key][0] is not value):
+                    self.pins[key] = value, require_count(weight)
+        self.has_batch = True
+
+    def take_pins(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights of those of the values in an observation that were reported of earlier batches."""
+        pins, self.pins = self.pins or {}, None
+        return {key: weight for key, (value, weight) in pins.items() if observation.get(key) is value}
+
+    def let_metrics_count(self, counts: bool) -> None:
+        """Let metrics of the models count from now on, or undo later what they count of an example that is repeated."""
+        if self.uncounted is not None:
+            self.uncounted.close()
+            self.uncounted = None
+        if not counts:
+            self.uncounted = ExitStack()
+            self.uncounted.enter_context(uncounted(self.scheme.models.values(), but=("_modules", "_parameters")))
+
+    def check_metrics(self) -> None:
+        """Refuse a metric outside of the models that has counted an example which is repeated."""
+        known = set(map(id, list_metrics(self.scheme.models.values())))
+        for key, value in (current_observation() or {}).items():
+            if is_metric(value) and id(value) not in known:
+                raise ValueError(
+                    f"rank {self.scheme.updater.comm.rank} repeats an example, since the batch has fewer examples than "
+                    f"there are ranks, and the metric {key!r} has counted it; make the metric an attribute of the model, "
+                    "where it does not count, or leave such batches out: DataLoader(..., drop_last=True)"
+                )
 
     def has_ended_epoch(self) -> bool:
         # The first virtual rank of a block fetches all batches of an update, before the others have had theirs.

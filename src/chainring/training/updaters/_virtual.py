@@ -55,6 +55,7 @@ class Part:
     has_rows: bool  # its last batch has rows that count
     observation: dict[str, Any] = field(default_factory=dict)
     weight: Any = 0  # of what it has reported, in a mean
+    pinned: dict[str, Any] = field(default_factory=dict)  # the weights of what it has reported of earlier batches
     rows: int = 1  # the examples of its batches; 1 in an update that takes none
     epoch: Any = 0  # of the main iterator after the last batch that it has taken
     taken: dict[str, int] = field(default_factory=dict)  # the number of batches of each iterator
@@ -93,8 +94,11 @@ class VirtualRanks:
 
     def run(self, update: Update) -> Any:
         """Compute an update; return its weight, on one rank only: all have what all have reported."""
-        weight = VirtualUpdate(self, update).run()
-        return weight if self.comm.rank == 0 else 0
+        weight, pins = VirtualUpdate(self, update).run()
+        if self.comm.rank > 0:
+            return 0
+        update.pins = pins
+        return weight
 
 
 class VirtualUpdate:
@@ -134,8 +138,12 @@ class VirtualUpdate:
     def _counted_parts(self) -> list[Part]:
         return [part for part in self._parts if part.counts]
 
-    def run(self) -> Tensor:
-        """Compute the parts of this rank, combine the results of all ranks, and return the weight of the update."""
+    def run(self) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
+        """Compute the parts of this rank, and combine the results of all ranks.
+
+        Returns:
+            The weight of the update, and what was reported of earlier batches than the last, with its weights.
+        """
         running, may_continue = list(self._parts), self._ranks.may_continue
         self._threads = _Threads(running) if may_continue and len(running) > 1 else None
         try:
@@ -167,7 +175,8 @@ class VirtualUpdate:
         for part in reversed(self._counted_parts):  # of values that have no mean, those of the first are kept
             self._outer.update({key: value for key, value in part.observation.items() if key not in means.values})
         self._outer.update(means.values)
-        return means.weight
+        pinned = {key for part in self._parts for key in part.pinned}
+        return means.weight, {key: (value, means.weights[key]) for key, value in means.values.items() if key in pinned}
 
     def compute(self, part: Part) -> bool:
         """Compute a part to its end."""
@@ -179,6 +188,8 @@ class VirtualUpdate:
                 self.seed_generators(part)
                 updater.update_core()
                 part.weight = require_count(update.weights.get(0, update.examples))
+            part.pinned = update.take_pins(part.observation) if update.pins else {}
+            part.observation |= {key: (part.observation[key], weight) for key, weight in part.pinned.items()}
         return True
 
     def seed_generators(self, part: Part) -> None:

@@ -215,6 +215,7 @@ class Means(NamedTuple):
     rows: Tensor
     step_weights: list[Tensor]
     is_new: Tensor  # not 0 if the findings of a rank have changed
+    weights: dict[str, Any]  # of the values
 
 
 class Agreement:
@@ -274,7 +275,8 @@ class Agreement:
             sizes = [1, 1, 1, step_count, len(keys), len(keys)]
             new, weight, rows, step_weights, values, weights = torch.split(wait(), sizes)
             means = dict(zip(keys, (values / weights).unbind(), strict=True))
-            return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new)
+            totals = dict(zip(keys, weights.unbind(), strict=True))
+            return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new, totals)
 
         return finish
 

@@ -58,6 +58,7 @@ class Updater(Stateful):
         comm: the communicator of the ranks that train together; by default a world of one.
         constructed: the hyperparameters of each optimizer by name, as the script set them at construction.
         weight: the weight of the last update in a mean over updates, such as its number of examples.
+        reported_weights: the weights of values by key that the last update has reported of another batch than its last one.
 
     Example::
 
@@ -69,6 +70,7 @@ class Updater(Stateful):
     iteration: int = 0
     comm: Communicator = Communicator()
     weight: Any = 1
+    reported_weights: Mapping[str, Any] = MappingProxyType({})
     constructed: Mapping[str, list[Any]] = MappingProxyType({})
     _layouts: Mapping[str, Layouts] = MappingProxyType({})  # of each model's buffers, as the script had made them
     _flags: Mapping[str, Flags] = MappingProxyType({})  # of each model, as the script had set them

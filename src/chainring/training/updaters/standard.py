@@ -21,6 +21,7 @@ from chainring._progress import raise_unless_end
 from chainring.converters import Converter, Device, concat_examples
 from chainring.datasets._batches import Batch, Uncounted, count_examples, require_count
 from chainring.iterators.base import Iterator
+from chainring.reporting.reporter import current_observation
 from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
 from chainring.training.updaters._arguments import (
@@ -222,6 +223,7 @@ class StandardUpdater(Updater):
             sends = comm.size > 1 and isinstance(comm, GroupCommunicator) and is_plain
             sends = sends and not (has_own_stage or has_closures or exchanged)
             scheme.mean = WeightedMean(scheme, comm if communicates else None, exchanged, sends)
+        scheme.may_repeat = comm.size > 1 and self.virtual_ranks is None
         if comm.world.size > 1 or self.virtual_ranks is not None:
             if self._overrides("update_core", "step"):
                 scheme.exchange_watch = ExchangeWatch(scheme.optimizers)
@@ -283,6 +285,8 @@ class StandardUpdater(Updater):
             else:
                 self.update_core()
                 self.weight = update.weights[0] if update.weights else require_count(update.examples)
+            if update.pins or scheme.reported_weights:
+                scheme.reported_weights = update.take_pins(current_observation() or {})
             if scheme.mean is not None or scheme.precision.scaler is not None:
                 scheme.update.finish()
         except BaseException as error:
@@ -292,6 +296,8 @@ class StandardUpdater(Updater):
                 raise_unless_end(self, error)
             raise
         finally:
+            if update.uncounted is not None:
+                update.let_metrics_count(True)
             scheme.update = scheme.idle
         if scheme.spans_batches:  # an epoch then counts from the first of them to the last
             self.previous_epoch_detail, self.is_new_epoch = epoch_detail, getattr(main, "epoch", 0) != update.epoch
@@ -353,7 +359,11 @@ class StandardUpdater(Updater):
         context.batch = self.converter(batch, self.device)
         context.examples = None if isinstance(examples, Uncounted) else examples
         if name == "main":
+            if scheme.has_own_core:
+                update.note_batch(examples)
             update.examples = examples
+            if scheme.may_repeat and (examples == 0 or update.uncounted is not None):
+                update.let_metrics_count(examples != 0)
             if scheme.ends_with_epoch and update.has_ended_epoch():  # known before the backward in which ranks exchange
                 update.is_last = True
                 if update.part is None:
@@ -396,7 +406,11 @@ class StandardUpdater(Updater):
             loss = to_full(loss)
         if type(update.examples) is not int:
             weight = require_count(update.examples) if weight is None else weight
-        elif weight is None or update.examples == 0:  # a repeated example never counts
+        elif update.examples == 0:  # a repeated example never counts
+            weight = 0
+            if update.uncounted is not None:
+                update.check_metrics()
+        elif weight is None:
             weight = update.examples
         update.weight = weight
         update.weights.setdefault(update.context.micro_step, weight)
@@ -466,6 +480,8 @@ class StandardUpdater(Updater):
     # hot path: "an idle extension more" of benchmarks/overhead.py. Every epoch trigger asks, so without a Python frame.
     epoch = property(attrgetter("_scheme.epochs.epoch"))
     epoch_detail = property(attrgetter("_scheme.epochs.epoch_detail"))
+
+    reported_weights = property(attrgetter("_scheme.reported_weights"))
 
     @property
     def virtual_seed(self) -> int | None:
