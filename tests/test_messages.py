@@ -55,7 +55,7 @@ def extend_by_a_failing_writer(trainer):
 
 def stop_by_an_unknown_key(trainer):
     often, length = (1, "iteration"), (2, "iteration")
-    trainer.stop_trigger = triggers.EarlyStoppingTrigger(often, "nothing", max_trigger=length)  # by an unknown key
+    trainer.stop_trigger = triggers.EarlyStoppingTrigger(often, "no/loss", max_trigger=length)  # by an unknown key
 
 
 def plot_an_unknown_key(trainer):

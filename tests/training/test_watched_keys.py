@@ -65,7 +65,10 @@ WATCHERS = {
     "a best-value snapshot": lambda key: (extensions.snapshot("best"), triggers.MinValueTrigger(key)),
     "MaxValueTrigger": lambda key: (lambda trainer: None, triggers.MaxValueTrigger(key)),
     "BestValueTrigger": lambda key: (lambda trainer: None, triggers.BestValueTrigger(key, lambda best, new: new < best)),
-    "EarlyStoppingTrigger of an extension": lambda key: (lambda trainer: None, triggers.EarlyStoppingTrigger(monitor=key)),
+    "EarlyStoppingTrigger of an extension": lambda key: (
+        lambda trainer: None,
+        triggers.EarlyStoppingTrigger(monitor=key, mode="min"),
+    ),
     "a trigger in a trigger": lambda key: (
         lambda trainer: None,
         triggers.MinValueTrigger("main/loss", triggers.MaxValueTrigger(key)),

@@ -54,7 +54,7 @@ def best_value():
 def early_stopping():
     """`EarlyStoppingTrigger`: the iteration at which a run ends, by each mode and patience."""
     ends = []
-    for key, mode in (("x", "min"), ("x", "max"), ("x", "auto"), ("accuracy", "auto")):
+    for key, mode in (("x", "min"), ("x", "max"), ("loss", "auto"), ("accuracy", "auto")):
         for patience in (1, 2, 3, 5):
             stop = triggers.EarlyStoppingTrigger(
                 (1, "iteration"), monitor=key, patience=patience, mode=mode, max_trigger=(14, "iteration")

@@ -145,6 +145,102 @@ def test_a_scheduler_of_ones_own_may_step_by_a_value(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 1
 
 
+class Counted:
+    """A scheduler as timm's are: it keeps no count, and is told the epoch or the update that comes next."""
+
+    def __init__(self, optimizer, t_in_epochs=True, mode=None):
+        self.optimizer, self.t_in_epochs, self.metric, self.told = optimizer, t_in_epochs, None, []
+        self.mode = mode
+        self.base_values = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+    def state_dict(self):
+        return {key: value for key, value in vars(self).items() if key != "optimizer"}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+    def step(self, epoch, metric=None):
+        self._set(epoch, metric, self.t_in_epochs)
+
+    def step_update(self, num_updates, metric=None):
+        self._set(num_updates, metric, not self.t_in_epochs)
+
+    def _set(self, count, metric, counts):
+        self.metric = metric
+        if counts:
+            self.told.append(count)
+            for group, value in zip(self.optimizer.param_groups, self.base_values, strict=True):
+                group["lr"] = value * 0.5**count
+
+
+class CountedWithoutValue(Counted):
+    def step(self, epoch):
+        super().step(epoch)
+
+
+@pytest.mark.parametrize("monitor", [None, "main/loss"])
+@pytest.mark.parametrize(
+    ("t_in_epochs", "every", "told"),
+    [
+        (True, None, [1, 2]),
+        (False, None, [1, 2, 3, 4, 5, 6]),
+        (True, (1, "iteration"), [0, 0, 1, 1, 1, 2]),
+        (False, (1, "epoch"), [3, 6]),
+    ],
+)
+def test_a_scheduler_that_is_told_how_far_training_is_gets_the_epochs_or_updates(
+    tmp_path, monitor, t_in_epochs, every, told
+):
+    """The numbers that are completed, as timm's scripts count them; after each update where it counts updates."""
+    parts = []
+    for stop in (4, 6):  # in two runs, of which the second goes on
+        made = []
+        trainer = trainer_of(tmp_path, stop, optimizer=lambda model, made=made: made.append(sgd(model, lr=1.0)) or made[0])
+        scheduler = Counted(made[0], t_in_epochs)
+        trainer.extend(LRScheduler(scheduler, monitor=monitor), trigger=every)
+        if parts:
+            trainer.load_state_dict(parts[0].state_dict())
+        trainer.run()
+        parts.append(trainer)
+    assert scheduler.told == told
+    assert made[0].param_groups[0]["lr"] == 0.5 ** told[-1]
+    assert (scheduler.metric is None) == (monitor is None)
+
+
+def test_one_that_is_told_the_epoch_alone_steps_by_no_value():
+    """So a key is refused; without one it is taken."""
+    LRScheduler(CountedWithoutValue(sgd(Line())))
+    with pytest.raises(ValueError, match="CountedWithoutValue does not step by a value"):
+        LRScheduler(CountedWithoutValue(sgd(Line())), monitor="main/loss")
+
+
+def test_a_wrapper_that_saves_a_part_of_the_state_of_a_plateau_is_refused():
+    """That of timm saves the best value and not the number of bad epochs."""
+    optimizer, plateau = plateau_over()
+    wrapper = Counted(optimizer)
+    wrapper.lr_scheduler = plateau
+    with pytest.raises(ValueError, match=r"bad epochs.*; use torch.optim.lr_scheduler.ReduceLROnPlateau, which it wraps"):
+        LRScheduler(wrapper, monitor="main/accuracy")
+
+
+@pytest.mark.parametrize(
+    ("key", "mode", "better"),
+    [("main/accuracy", "min", "max"), ("validation/main/top1_accuracy", "min", "max"), ("main/loss", "max", "min")],
+)
+def test_a_mode_that_contradicts_the_key_is_said(key, mode, better):
+    """The mode of torch's plateau is min unless the script says otherwise."""
+    _, plateau = plateau_over(mode=mode)
+    with pytest.warns(UserWarning, match=f"mode '{mode}', and of '{key}' '{better}' is better: .*mode='{better}'"):
+        LRScheduler(plateau, monitor=key)
+
+
+@pytest.mark.parametrize("key", ["main/loss", "main/f1", "accuracy_loss", "x"])
+def test_a_mode_that_the_key_does_not_contradict_is_taken(key, recwarn):
+    """Of these keys less is better, or may be."""
+    LRScheduler(plateau_over()[1], monitor=key)
+    assert not recwarn.list
+
+
 def test_bad_settings_are_refused_at_construction():
     """Not after the first epoch."""
     optimizer, plateau = plateau_over()

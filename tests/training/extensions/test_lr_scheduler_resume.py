@@ -13,7 +13,10 @@ from chainring.training import extensions
 from chainring.training.extensions import LRScheduler
 from torch_schedulers import CASES, EVERY_CASE
 
-pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of SequentialLR, until torch 2.9
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The epoch parameter in"),  # of SequentialLR, until torch 2.9
+    pytest.mark.filterwarnings("ignore:ReduceLROnPlateau has the mode 'max', and of 'main/loss'"),
+]
 
 STOP = 8
 

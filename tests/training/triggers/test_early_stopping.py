@@ -58,7 +58,8 @@ def test_the_defaults_check_the_main_loss_each_epoch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "key", "expected"), [("max", "loss", 3), ("min", "accuracy", 5), ("auto", "x", 5), ("auto", "a/accuracy_5", 3)]
+    ("mode", "key", "expected"),
+    [("max", "loss", 3), ("min", "accuracy", 5), ("auto", "loss", 5), ("auto", "a/accuracy_5", 3)],
 )
 def test_the_mode_says_what_is_better(tmp_path, mode, key, expected):
     """Given, it holds whatever the key is called."""
@@ -66,30 +67,60 @@ def test_the_mode_says_what_is_better(tmp_path, mode, key, expected):
     assert stopped_at(tmp_path, trigger, of(key, [5, 4, 3, 3, 3, 3])) == expected
 
 
+SAYS_IT = {
+    "min": ["loss", "main/loss", "validation/main/loss_1", "valLoss", "top5_error", "bits perplexity", "nll_loss"],
+    "max": ["accuracy", "validation/main/accuracy", "top-5 accuracy", "valAccuracy", "ACCURACY"],
+}
+LEAVES_DOUBT = "acc f1 mAP psnr bleu reward auc r2 x fid wer accuracy_loss error_accuracy negative_loss neg_loss loss_scale"
+
+
+@pytest.mark.parametrize(("mode", "key"), [(mode, key) for mode, keys in SAYS_IT.items() for key in keys])
+def test_a_key_that_says_what_is_better_needs_no_mode(mode, key):
+    """Its last word is accuracy, or loss, error or perplexity."""
+    assert Early(monitor=key).mode == mode
+
+
+@pytest.mark.parametrize("key", [f"validation/main/{key}" for key in LEAVES_DOUBT.split()])
+def test_a_key_that_leaves_doubt_asks_for_the_mode(key):
+    """A rising score that was taken for a loss would end the run early; the given mode holds."""
+    with pytest.raises(ValueError, match=f"'{key}'; write EarlyStoppingTrigger.*mode=\"max\""):
+        Early(monitor=key)
+    assert [Early(monitor=key, mode=mode).mode for mode in ("min", "max")] == ["min", "max"]
+
+
 def test_an_improvement_begins_the_count_anew(tmp_path):
     """Two bad checks, a good one, and then three bad ones."""
-    assert stopped_at(tmp_path, Early(EVERY, "x", max_trigger=MAX), of("x", [5, 6, 6, 4, 4, 4, 4, 0])) == 7
+    assert stopped_at(tmp_path, Early(EVERY, "loss", max_trigger=MAX), of("loss", [5, 6, 6, 4, 4, 4, 4, 0])) == 7
 
 
 def test_nan_is_no_improvement(tmp_path):
     """Neither first nor later; a number after it is compared with the best before it."""
-    assert stopped_at(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), of("x", [3, NAN, 3, 1])) == 3
-    assert stopped_at(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), of("x", [NAN, 3, NAN, NAN])) == 4
-    assert stopped_at(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), of("x", [NAN, NAN, 1])) == 2
+    assert stopped_at(tmp_path, Early(EVERY, "loss", 2, max_trigger=MAX), of("loss", [3, NAN, 3, 1])) == 3
+    assert stopped_at(tmp_path, Early(EVERY, "loss", 2, max_trigger=MAX), of("loss", [NAN, 3, NAN, NAN])) == 4
+    assert stopped_at(tmp_path, Early(EVERY, "loss", 2, max_trigger=MAX), of("loss", [NAN, NAN, 1])) == 2
 
 
 def test_a_check_compares_the_weighted_mean_of_its_interval(tmp_path):
     """Tensors will do for values and weights."""
-    values, trigger = of("x", [1, 1, 0, torch.tensor(1.5), 0, 1.5]), Early(EVERY_2, "x", 1, max_trigger=MAX)
+    values, trigger = of("loss", [1, 1, 0, torch.tensor(1.5), 0, 1.5]), Early(EVERY_2, "loss", 1, max_trigger=MAX)
     assert stopped_at(tmp_path, trigger, values) == 6
     assert stopped_at(tmp_path, trigger, values, [1, 1, 1, torch.tensor(3.0), 1, 3]) == 4
 
 
 def test_a_check_without_the_key_neither_counts_nor_resets_and_warns_once(tmp_path):
     """A validation less often than the check does not end training, and does not keep it going."""
-    observations = [{"x": 3, "y": 1}, {"y": 1}, {"x": 3}, {"z": 1}, {"x": "?"}, {"x": 3}, {}, {"x": 3}]
-    with pytest.warns(UserWarning, match=r"'x' was not reported; reported were \['y'\]") as caught:
-        assert stopped_at(tmp_path, Early(EVERY, "x", 3, max_trigger=MAX), observations) == 8
+    observations = [
+        {"loss": 3, "error": 1},
+        {"error": 1},
+        {"loss": 3},
+        {"z": 1},
+        {"loss": "?"},
+        {"loss": 3},
+        {},
+        {"loss": 3},
+    ]
+    with pytest.warns(UserWarning, match=r"'loss' was not reported; reported were \['error'\]") as caught:
+        assert stopped_at(tmp_path, Early(EVERY, "loss", 3, max_trigger=MAX), observations) == 8
     assert len(caught) == 1
     assert "has nothing to compare at iteration 2" in str(caught[0].message)
 
@@ -97,9 +128,9 @@ def test_a_check_without_the_key_neither_counts_nor_resets_and_warns_once(tmp_pa
 @pytest.mark.parametrize("maximum", [(3, "epoch"), (6, "iteration"), triggers.IntervalTrigger(3, "epoch")])
 def test_max_trigger_means_reached(tmp_path, maximum):
     """As the stop trigger of a trainer does, also for a run that begins behind it."""
-    trigger = Early(EVERY, "x", max_trigger=maximum)
-    assert stopped_at(tmp_path, trigger, of("x", range(20, 0, -1))) == 6
-    trainer = a_trainer(tmp_path, Reporting([]), Early(EVERY, "x", max_trigger=maximum))
+    trigger = Early(EVERY, "loss", max_trigger=maximum)
+    assert stopped_at(tmp_path, trigger, of("loss", range(20, 0, -1))) == 6
+    trainer = a_trainer(tmp_path, Reporting([]), Early(EVERY, "loss", max_trigger=maximum))
     trainer.updater.iteration = 7
     with pytest.warns(UserWarning, match="nothing to compare"):
         trainer.run()
@@ -108,15 +139,15 @@ def test_max_trigger_means_reached(tmp_path, maximum):
 
 def test_without_a_max_trigger_only_patience_ends_training(tmp_path):
     """None never fires."""
-    assert stopped_at(tmp_path, Early(EVERY, "x", 1, max_trigger=None), of("x", [*range(150, 0, -1), 9])) == 151
+    assert stopped_at(tmp_path, Early(EVERY, "loss", 1, max_trigger=None), of("loss", [*range(150, 0, -1), 9])) == 151
 
 
 def test_a_progress_bar_takes_its_length_from_max_trigger(tmp_path):
     """And has no total where it does not say one."""
     assert Early(max_trigger=(7, "epoch")).get_training_length() == (7, "epoch")
     for maximum, shown in [((4, "iteration"), "iteration 3/4"), (lambda trainer: False, "iteration 3,")]:
-        trigger, out = Early(EVERY, "x", 2, max_trigger=maximum), io.StringIO()
-        trainer = a_trainer(tmp_path, Reporting(of("x", [1, 1, 1])), trigger)
+        trigger, out = Early(EVERY, "loss", 2, max_trigger=maximum), io.StringIO()
+        trainer = a_trainer(tmp_path, Reporting(of("loss", [1, 1, 1])), trigger)
         trainer.extend(extensions.ProgressBar(out=out, update_interval=1))
         trainer.run()
         assert shown in out.getvalue()
@@ -124,8 +155,8 @@ def test_a_progress_bar_takes_its_length_from_max_trigger(tmp_path):
 
 def test_two_extensions_that_share_it_get_the_same_answer(tmp_path):
     """From the check that ends its patience on, until an improvement; a value counts once an iteration."""
-    shared, fired = Early(EVERY_2, "x", 1, max_trigger=None), [Fires(), Fires()]
-    trainer = a_trainer(tmp_path, Reporting(of("x", [3, 3, 3, 3, 9, 9, 1, 1])), (8, "iteration"))
+    shared, fired = Early(EVERY_2, "loss", 1, max_trigger=None), [Fires(), Fires()]
+    trainer = a_trainer(tmp_path, Reporting(of("loss", [3, 3, 3, 3, 9, 9, 1, 1])), (8, "iteration"))
     for each in fired:
         trainer.extend(each, trigger=shared)
     trainer.run()
@@ -134,18 +165,19 @@ def test_two_extensions_that_share_it_get_the_same_answer(tmp_path):
 
 def test_verbose_says_why_it_stops(tmp_path, capsys):
     """Once, with the best value; without it nothing is printed."""
-    stopped_at(tmp_path / "a", Early(EVERY, "x", 2, max_trigger=MAX), of("x", [5, 6, 7]))
+    stopped_at(tmp_path / "a", Early(EVERY, "loss", 2, max_trigger=MAX), of("loss", [5, 6, 7]))
     assert capsys.readouterr().out == ""
-    stopped_at(tmp_path / "b", Early(EVERY, "x", 2, verbose=True, max_trigger=MAX), of("x", [5, 6, 7]))
+    stopped_at(tmp_path / "b", Early(EVERY, "loss", 2, verbose=True, max_trigger=MAX), of("loss", [5, 6, 7]))
     assert capsys.readouterr().out == (
-        "training stops early, at epoch 1, iteration 3: x has been no better than 5.0 in 2 checks, and was 7.0 in the last\n"
+        "training stops early, at epoch 1, iteration 3: loss has been no better than 5.0 in 2 checks, and was 7.0 in the "
+        "last\n"
     )
 
 
 def test_no_value_is_read_from_its_device_before_a_check(tmp_path):
     """Tensors without data stand in for those on an accelerator: to read one is an error."""
-    values = of("x", torch.empty(9, device="meta"))
-    assert stopped_at(tmp_path, Early((50, "iteration"), "x", max_trigger=(9, "iteration")), values) == 9
+    values = of("loss", torch.empty(9, device="meta"))
+    assert stopped_at(tmp_path, Early((50, "iteration"), "loss", max_trigger=(9, "iteration")), values) == 9
 
 
 @pytest.mark.parametrize(
@@ -176,7 +208,7 @@ VALUES = [5, 4, NAN, 6, 3, 3, 9, 3, 2, 4, 4, 4, 4, 4, 0]
 
 def run(out, trigger, until=None, state=None, observations=None):
     """Trains to the end or to an iteration: where it ended, the warnings, and the state, of which the trigger is part."""
-    observations = of("x", VALUES) if observations is None else observations
+    observations = of("loss", VALUES) if observations is None else observations
     trainer = a_trainer(out, Reporting(observations, range(1, len(observations) + 1)), trigger)
     trainer.extend(lambda trainer: None, "until")
     if until is not None:
@@ -206,11 +238,11 @@ _Until.__name__ = "EarlyStoppingTrigger"  # so that the whole run takes over its
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Early(EVERY, "x", 5, max_trigger=MAX),
-        lambda: Early(EVERY_2, "x", 3, max_trigger=(2, "second")),
-        lambda: Early(triggers.ManualScheduleTrigger([1, 4, 7, 8], "iteration"), "x", 2, max_trigger=(13, "iteration")),
-        lambda: Early(EVERY, "y", 5, max_trigger=triggers.MinValueTrigger("x", (3, "iteration"))),
-        lambda: Early(triggers.MaxValueTrigger("x", EVERY_2), "x", 1, max_trigger=None),
+        lambda: Early(EVERY, "loss", 5, max_trigger=MAX),
+        lambda: Early(EVERY_2, "loss", 3, max_trigger=(2, "second")),
+        lambda: Early(triggers.ManualScheduleTrigger([1, 4, 7, 8], "iteration"), "loss", 2, max_trigger=(13, "iteration")),
+        lambda: Early(EVERY, "error", 5, max_trigger=triggers.MinValueTrigger("loss", (3, "iteration"))),
+        lambda: Early(triggers.MaxValueTrigger("loss", EVERY_2), "loss", 1, max_trigger=None),
     ],
 )
 def test_saved_and_loaded_after_any_iteration_it_stops_where_it_would_have(tmp_path, make):
@@ -227,12 +259,12 @@ def test_saved_and_loaded_after_any_iteration_it_stops_where_it_would_have(tmp_p
 @pytest.mark.parametrize("k", range(1, 6))
 def test_saved_to_a_file_it_comes_back(tmp_path, k):
     """The best value and the count, NaN and infinities."""
-    trigger, given = Early(EVERY, "x", 2, max_trigger=None), []
-    trainer = a_trainer(tmp_path, Reporting(of("x", [NAN, math.inf, 2, math.inf, NAN, 1])))
+    trigger, given = Early(EVERY, "loss", 2, max_trigger=None), []
+    trainer = a_trainer(tmp_path, Reporting(of("loss", [NAN, math.inf, 2, math.inf, NAN, 1])))
     for iteration in range(6):
         if iteration == k:
             serializers.save(tmp_path / "saved", trigger)
-            trigger = Early(EVERY, "x", 2, max_trigger=None)
+            trigger = Early(EVERY, "loss", 2, max_trigger=None)
             serializers.load(tmp_path / "saved", trigger)
         with trainer.reporter.scope(trainer.observation):
             trainer.updater.update()
@@ -242,18 +274,18 @@ def test_saved_to_a_file_it_comes_back(tmp_path, k):
 
 def test_patience_and_length_are_settings(tmp_path):
     """A run that has ended does nothing more when it is resumed; with more patience, or a later end, it goes on."""
-    values = of("x", [5, 6, 6, 6, 6, 6, 6])
-    end, _, state = run(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), observations=values)
-    assert end == run(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), None, state, values)[0] == 3
-    assert run(tmp_path, Early(EVERY, "x", 4, max_trigger=MAX), None, state, values)[0] == 5
-    _, _, state = run(tmp_path, Early(EVERY, "x", 4, max_trigger=(2, "iteration")), observations=values)
-    assert run(tmp_path, Early(EVERY, "x", 4, max_trigger=MAX), None, state, values)[0] == 5
+    values = of("loss", [5, 6, 6, 6, 6, 6, 6])
+    end, _, state = run(tmp_path, Early(EVERY, "loss", 2, max_trigger=MAX), observations=values)
+    assert end == run(tmp_path, Early(EVERY, "loss", 2, max_trigger=MAX), None, state, values)[0] == 3
+    assert run(tmp_path, Early(EVERY, "loss", 4, max_trigger=MAX), None, state, values)[0] == 5
+    _, _, state = run(tmp_path, Early(EVERY, "loss", 4, max_trigger=(2, "iteration")), observations=values)
+    assert run(tmp_path, Early(EVERY, "loss", 4, max_trigger=MAX), None, state, values)[0] == 5
 
 
 def test_resumed_with_another_key_or_mode_it_starts_anew(tmp_path):
     """The best value of another says nothing."""
-    values = of("x", [5, 6, 6, 6, 6, 6, 6])
-    _, _, state = run(tmp_path, Early(EVERY, "x", 3, max_trigger=(3, "iteration")), observations=values)
-    assert run(tmp_path, Early(EVERY, "x", 3, "max", max_trigger=MAX), None, state, values)[0] == 7
-    observations = [{"x": 0, "y": 1}] * 8
-    assert run(tmp_path, Early(EVERY, "y", 3, max_trigger=MAX), None, state, observations)[0] == 7
+    values = of("loss", [5, 6, 6, 6, 6, 6, 6])
+    _, _, state = run(tmp_path, Early(EVERY, "loss", 3, max_trigger=(3, "iteration")), observations=values)
+    assert run(tmp_path, Early(EVERY, "loss", 3, "max", max_trigger=MAX), None, state, values)[0] == 7
+    observations = [{"loss": 0, "error": 1}] * 8
+    assert run(tmp_path, Early(EVERY, "error", 3, max_trigger=MAX), None, state, observations)[0] == 7

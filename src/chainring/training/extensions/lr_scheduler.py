@@ -11,14 +11,17 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
-from chainring._messages import OneTimeWarning
+from chainring._messages import OneTimeWarning, warn
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, has_state
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
+from chainring.training.triggers import TriggerLike
+from chainring.training.triggers.best_value import mode_of_key
 
 OptimizerLike: TypeAlias = Optimizer | str | None
 """An optimizer, or something that wraps one; its name in the updater; or ``None`` for the updater's main one."""
@@ -54,7 +57,10 @@ class LRScheduler(Extension):
     is scaled by the ratio of the two.
 
     ``ReduceLROnPlateau`` steps by a reported value: its weighted mean since the last step. If it was not reported, there
-    is no step, and one warning.
+    is no step, and one warning; there is one too if its mode is ``"min"`` and the key an accuracy.
+
+    A scheduler that is told how far training is, as those of timm are, gets the number of completed epochs; after every
+    update the number of updates, if its ``t_in_epochs`` is False.
 
     Example::
 
@@ -67,10 +73,10 @@ class LRScheduler(Extension):
         monitor: the key of the value by which ``ReduceLROnPlateau`` steps, such as ``"validation/main/loss"``.
 
     Raises:
-        ValueError: the scheduler steps by a value and there is no ``monitor``, or vice versa.
+        ValueError: the scheduler steps by a value and there is no ``monitor``, or vice versa; or its state is incomplete.
     """
 
-    trigger = (1, "epoch")
+    trigger: TriggerLike = (1, "epoch")
     skip_on_resume = True
     watched_keys: Sequence[str] = ()
 
@@ -81,12 +87,23 @@ class LRScheduler(Extension):
             raise TypeError(f"LRScheduler takes a scheduler of torch.optim.lr_scheduler, over the optimizer; got {given}")
         if monitor is not None and not isinstance(monitor, str):
             raise TypeError(f'monitor is the key of a reported value, such as "validation/main/loss"; got {monitor!r}')
-        first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
-        steps_by_value = first is not None and first.default is first.empty and first.kind is not first.VAR_POSITIONAL
-        if monitor is None and steps_by_value:
+        if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
+            rule = f"{name} saves its best value and not the number of bad epochs, so a resumed run would differ"
+            raise ValueError(f"{rule}; use torch.optim.lr_scheduler.ReduceLROnPlateau, which it wraps")
+        parameters: list[Any] = list(inspect.signature(scheduler.step).parameters.values())
+        first, *more = parameters or [None]
+        is_required = first is not None and first.default is first.empty and first.kind is not first.VAR_POSITIONAL
+        takes_epoch = first is not None and first.name == "epoch"
+        self._count = "epoch" if takes_epoch and is_required else None  # of the updater, which the scheduler is told
+        if self._count and getattr(scheduler, "t_in_epochs", True) is False and hasattr(scheduler, "step_update"):
+            self._count, self.trigger = "iteration", (1, "iteration")
+        if monitor is None and is_required and not takes_epoch:
             raise ValueError(f'{name} steps by a value; name it: LRScheduler(..., monitor="validation/main/loss")')
-        if monitor is not None and (first is None or first.name == "epoch"):
+        if monitor is not None and (first is None or (takes_epoch and not (is_required and more))):
             raise ValueError(f"{name} does not step by a value, so monitor={monitor!r} would do nothing; leave it out")
+        better, mode = mode_of_key(monitor or ""), getattr(scheduler, "mode", None)
+        if {better, mode} == {"min", "max"}:
+            warn(f"{name} has the mode {mode!r}, and of {monitor!r} {better!r} is better: {name}(..., mode={better!r})")
         self.scheduler: Any = scheduler
         self.monitor = monitor
         self.watched_keys = () if monitor is None else (monitor,)
@@ -142,7 +159,8 @@ class LRScheduler(Extension):
                 if not self._has_stepped:  # the first update came before this step; a loss scaler may have skipped it
                     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
                 self._has_stepped = True
-                self.scheduler.step(*means.values())
+                step = self.scheduler.step_update if self._count == "iteration" else self.scheduler.step
+                step(*([getattr(trainer.updater, self._count)] if self._count else ()), *means.values())
         elif not trainer.is_rehearsing:  # which raises where the key is not reported
             self._warning.give(
                 f"{type(self.scheduler).__name__} is not stepped at iteration {trainer.updater.iteration}: since its last "

@@ -244,6 +244,7 @@ class ManualScheduleTrigger(Trigger):
     Example::
 
         trainer.extend(extensions.ExponentialShift("lr", 0.1), trigger=ManualScheduleTrigger([30, 60], "epoch"))
+        every_third_and_the_last = ManualScheduleTrigger([*range(3, 20, 3), 20], "epoch")  # of a run of 20
 
     Args:
         points: one number, or any iterable of numbers, in iterations or epochs since the start of training.

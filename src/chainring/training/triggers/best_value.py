@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,20 @@ from chainring.training.triggers.base import (
 )
 
 _RULE = "compare is called with the best value so far and a new one, and returns True if the new one is better"
+_BETTER = {"loss": "min", "error": "min", "perplexity": "min", "accuracy": "max"}
+_REVERSALS = {"neg", "negative", "minus", "inverse"}
+
+
+def mode_of_key(key: str) -> Literal["max", "min"] | None:
+    """Return whether greater or less is better, where the last word of a key leaves no doubt; ``None`` for any other.
+
+    ``main/loss`` and ``val_top1_error`` are ``"min"``, ``top-5 accuracy`` is ``"max"``; ``f1``, ``accuracy_loss`` and
+    ``negative_loss`` may mean either.
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
+    modes: set[Any] = {_BETTER[word] for word in words if word in _BETTER}
+    is_clear = len(modes) == 1 and words[-1] in _BETTER and not _REVERSALS.intersection(words)
+    return modes.pop() if is_clear else None
 
 
 class BestMean:
@@ -195,8 +210,8 @@ class EarlyStoppingTrigger(BestValueTrigger):
         check_trigger: when the mean is compared and restarted.
         monitor: the key of the value in the observation, such as ``"validation/main/loss"``.
         patience: the number of checks in a row without improvement after which training stops.
-        mode: ``"max"`` if greater is better, ``"min"`` if less is better; ``"auto"`` is ``"max"`` if the key contains
-            ``"accuracy"``, otherwise ``"min"``.
+        mode: ``"max"`` if greater is better, ``"min"`` if less is better; ``"auto"`` is ``"max"`` for a key that ends in the
+            word ``accuracy``, ``"min"`` for one that ends in ``loss``, ``error`` or ``perplexity``. Other keys need a mode.
         verbose: True to print a line when training stops early.
         max_trigger: ends training in any case; as for a trainer's stop trigger, a pair is a length to be *reached*.
             ``None`` sets no limit.
@@ -206,7 +221,8 @@ class EarlyStoppingTrigger(BestValueTrigger):
 
     Raises:
         TypeError: the key is not a string, the patience is not an integer, or a trigger is not a trigger.
-        ValueError: the patience is below 1, the mode is unknown, or the period or unit of a trigger is invalid.
+        ValueError: the patience is below 1, the mode is unknown or does not follow from the key, or the period or unit of a
+            trigger is invalid.
     """
 
     def __init__(
@@ -224,10 +240,16 @@ class EarlyStoppingTrigger(BestValueTrigger):
             raise ValueError(f"patience is the number of checks without improvement, at least 1; got {patience!r}")
         if mode not in ("auto", "max", "min"):
             raise ValueError(f'mode is "auto", "max" or "min", got {mode!r}')
+        found = mode_of_key(monitor) if mode == "auto" and isinstance(monitor, str) else mode
+        if found is None:
+            raise ValueError(
+                f"whether greater or less is better does not follow from the key {monitor!r}; write "
+                f'EarlyStoppingTrigger(monitor={monitor!r}, mode="max") if greater is better, otherwise mode="min"'
+            )
         self.patience, self.verbose = patience, verbose
         self.max_trigger = get_stop_trigger(max_trigger)
-        self.mode = mode if mode != "auto" else "max" if "accuracy" in str(monitor) else "min"
-        super().__init__(monitor, operator.lt if self.mode == "max" else operator.gt, check_trigger)
+        self.mode = found
+        super().__init__(monitor, operator.lt if found == "max" else operator.gt, check_trigger)
 
     def forget(self) -> None:
         super().forget()
