@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 _NOT_THE_USERS = sys.stdlib_module_names | {"chainring", "torch", "tqdm"}
@@ -20,14 +20,14 @@ def mute() -> None:
 
 
 def info(text: str, *, follows_signal: bool = False) -> None:
-    """Print a line for the user, above a progress bar if there is one, unless this process is muted.
+    """Print a line for the user, above a progress bar if there is one, unless this process is muted or nobody can read it.
 
     With ``follows_signal`` it begins a line of its own on a terminal, which has echoed Ctrl-C as ``^C``.
     """
     if _is_muted:
         return
     begins_line = follows_signal and not _bars() and getattr(sys.stdout, "isatty", lambda: False)()
-    with _above_bars(sys.stdout):
+    with suppress(OSError, ValueError), _above_bars(sys.stdout):  # a closed pipe, a full disk, a closed file
         print("\n" * begins_line + showable(text, sys.stdout), flush=True)
 
 
@@ -55,6 +55,17 @@ def _above_bars(out: Any) -> AbstractContextManager[None]:
     return sys.modules["tqdm"].tqdm.external_write_mode(file=out) if _bars() else nullcontext()
 
 
+def try_to_show(name: str, show: Callable[[], Any]) -> bool:
+    """Call what writes to a stream; if it fails, warn and return False, because a run does not end by what it shows."""
+    try:
+        show()
+    except Exception as error:
+        failure = f"{name} cannot write and shows no more: {type(error).__name__}: {error}"
+        warn(f"{failure}. Training continues, and so does the log")
+        return False
+    return True
+
+
 class Place(NamedTuple):
     """A line of a program."""
 
@@ -73,7 +84,7 @@ def warn(text: str, place: Place | None = None) -> None:
     caller, extension = _find_places()
     place = place or extension or caller or Place("sys", 1, "sys")
     registry = getattr(sys.modules.get(place.module), "__dict__", {}).setdefault("__warningregistry__", {})
-    with _above_bars(sys.stderr):
+    with suppress(OSError, ValueError), _above_bars(sys.stderr):  # as in `info`; an error that a filter raises is neither
         warnings.warn_explicit(text, UserWarning, place.filename, place.line, place.module, registry)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from chainring._messages import showable, warn
+from chainring._messages import showable, try_to_show, warn
 from chainring.training.extension import Extension
 from chainring.training.extensions.log_report import key_list
 from chainring.training.extensions.progress_bar import TextStream, check_stream, is_notebook, terminal_width
@@ -31,7 +31,8 @@ class PrintReport(Extension):
 
     If a terminal is too narrow for the table, titles are shortened, such as ``validation/main/accuracy`` to
     ``val/accuracy``, and numbers are rounded. If that is not enough, a row takes several lines, broken between columns.
-    In a file the names are never shortened. A notebook shows one growing HTML table of the newest rows.
+    In a file the names are never shortened. A notebook shows one growing HTML table of the newest rows. If the stream cannot
+    be written to, such as a closed pipe, there is a warning, and it prints no more in this run.
 
     Example::
 
@@ -111,7 +112,11 @@ class PrintReport(Extension):
 
     def _print_new(self, immediately: bool = False) -> None:
         rows = self._new_rows()
-        if not rows or (self._table is not None and not self._table.show(rows, immediately)):
+        if rows and not try_to_show("PrintReport", lambda: self._show(rows, immediately)):
+            self._report = None
+
+    def _show(self, rows: list[dict[str, Any]], immediately: bool) -> None:
+        if self._table is not None and not self._table.show(rows, immediately):
             return
         self._printed += len(rows)
         self._keys |= dict.fromkeys(key for row in rows for key in row)
@@ -144,7 +149,8 @@ class PrintReport(Extension):
         return lines
 
     def _print(self, row: Mapping[str, Any]) -> None:
-        out = self._stream()
+        if (out := self._stream()) is None:  # the standard output of a process that has none
+            return
         for line in self._lines or ():
             text = "  ".join(self._format(key, row.get(key, ""), width).ljust(width) for key, width in line)
             tqdm.write(showable(text.rstrip(), out), file=out)  # steps aside for a progress bar, if there is one
@@ -164,7 +170,7 @@ class PrintReport(Extension):
             return str(value)
         return next((text for digits in (4, 3, 2) if len(text := f"{value:.{digits}g}") <= width), f"{value:.1g}")
 
-    def _stream(self) -> TextStream:
+    def _stream(self) -> TextStream | None:
         return sys.stdout if self._out is None else self._out
 
 

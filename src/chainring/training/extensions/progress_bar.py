@@ -10,12 +10,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Real
 from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
 
+from chainring._messages import try_to_show
 from chainring._progress import check_epoch_period, to_fraction
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
@@ -59,7 +60,8 @@ class ProgressBar(Extension):
     """Shows the progress of training: a tqdm bar in a terminal or notebook, plain lines anywhere else.
 
     In a notebook the bar is an ipywidgets widget (``pip install 'chainring[notebook]'``), or text if ipywidgets is not
-    installed. A terminal that cannot overwrite a line (``TERM=dumb``) gets plain lines. No colours are used.
+    installed. A terminal that cannot overwrite a line (``TERM=dumb``) gets plain lines. No colours are used. If the stream
+    cannot be written to, such as a closed pipe, there is a warning, and it shows no more in this run.
 
     Example::
 
@@ -126,10 +128,14 @@ class ProgressBar(Extension):
             "unit": self._unit,
             "bar_format": "{desc} [{elapsed}, {rate_fmt}]" if self._total is None else with_total,
         }
-        if make is None:
-            self._bar = _Lines(out, self._text(), **settings)
-        else:
-            self._bar = make(desc=self._text(), **({"file": out, "leave": False} if make is _Bar else {}), **settings)
+
+        def begin() -> None:
+            if make is None:
+                self._bar = _Lines(out, self._text(), **settings)
+            else:
+                self._bar = make(desc=self._text(), **({"file": out, "leave": False} if make is _Bar else {}), **settings)
+
+        try_to_show(type(self).__name__, begin)
         self._schedule(trainer.updater.iteration)
 
     def _shown_progress(self) -> float:
@@ -156,9 +162,10 @@ class ProgressBar(Extension):
         self._next_iteration = iteration - iteration % self._update_interval + self._update_interval
         self._next_time = time.monotonic() + _SECONDS
 
-    def _show(self) -> None:
-        self._bar.set_description_str(self._text(), refresh=False)
-        self._bar.update(self._shown_progress() - self._bar.n)
+    def _show(self, *, is_last: bool = False) -> None:
+        bar = self._bar
+        if not _try_to_draw(type(self).__name__, bar, self._text(), self._shown_progress(), is_last) or is_last:
+            self._bar = None
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         if self._bar is not None:
@@ -167,38 +174,81 @@ class ProgressBar(Extension):
 
     def finalize(self) -> None:
         if self._bar is not None:
-            self._show()
-            self._bar.close()
-            self._bar = None
+            self._show(is_last=True)
+
+
+def _try_to_draw(name: str, bar: Any, text: str, progress: float, is_last: bool = False) -> bool:
+    """Draw a bar, and close it if it ``is_last``; if that fails, warn and return False, and the bar is closed too."""
+
+    def draw() -> None:
+        bar.set_description_str(text, refresh=False)
+        bar.update(progress - bar.n)
+        if is_last:
+            bar.close()
+        if error := getattr(bar, "error", None):
+            raise error
+
+    if try_to_show(name, draw):
+        return True
+    with suppress(Exception):  # closed, it is no longer among the bars that are drawn below each line
+        bar.close()
+    return False
 
 
 @contextmanager
 def bar_of_batches(iterator: Any, name: str, out: Any) -> Generator[Iterable[Any]]:
     """Give the batches of an iterator; if ``out`` is a terminal or a notebook, it has a bar while they are worked on."""
-    if (make := _bar_class(out)) is None:
-        yield iterator
-        return
+    make, is_shown = _bar_class(out), True
+    bar: Any = None
     start = getattr(iterator, "epoch_detail", None)
     form = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]" if start is not None else "{desc} [{elapsed}]"
     settings: dict[str, Any] = {"total": None if start is None else 1.0, "desc": name, "bar_format": form, "leave": False}
-    bar = make(**settings, **({"file": out} if make is _Bar else {}))
+
+    def begin() -> None:
+        nonlocal bar
+        bar = make(**settings, **({"file": out} if make is _Bar else {}))
+
+    if make is None or not try_to_show("progress_bar", begin):
+        yield iterator
+        return
 
     def batches() -> Iterator[Any]:
+        nonlocal is_shown
         for number, batch in enumerate(iterator, 1):
             yield batch
-            bar.set_description_str(f"{name}, batch {number}", refresh=False)
-            bar.update(0 if start is None else min(iterator.epoch_detail - start, 1.0) - bar.n)
+            progress = 0 if start is None else min(iterator.epoch_detail - start, 1.0)
+            is_shown = is_shown and _try_to_draw("progress_bar", bar, f"{name}, batch {number}", progress)
 
     try:
         yield batches()
     finally:
-        bar.close()
+        with suppress(Exception):
+            bar.close()
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
-    """tqdm without its monitor thread, which outlives the bar; refreshing is timed here."""
+class _GuardedBar:
+    """A bar of tqdm that keeps an error: raised while it draws, it would leave the lock of all bars taken for ever."""
 
     monitor_interval = 0
+    error: Exception | None = None
+
+    def display(self, *args: Any, **settings: Any) -> Any:
+        return self._try(super().display, *args, **settings)  # type: ignore[misc]
+
+    def clear(self, *args: Any, **settings: Any) -> None:
+        self._try(super().clear, *args, **settings)  # type: ignore[misc]
+
+    def _try(self, draw: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        if self.error is None:
+            try:
+                return draw(*args, **settings)
+            except Exception as error:
+                self.error = error
+        return None
+
+
+class _Bar(_GuardedBar, tqdm):  # type: ignore[type-arg]
+    """tqdm without its monitor thread, which outlives the bar; refreshing is timed here."""
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
@@ -227,17 +277,19 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 def _bar_class(out: Any) -> Any:
     """Return the class of a bar on a stream: a widget in a notebook with ipywidgets, ``None`` for plain lines."""
     in_notebook = is_notebook(out)
-    is_terminal = bool(getattr(out, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
+    try:
+        is_terminal = bool(getattr(out, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
+    except ValueError:  # a closed file
+        is_terminal = False
     if not in_notebook and not is_terminal:  # where a line cannot be drawn over
         return None
     if not in_notebook or importlib.util.find_spec("ipywidgets") is None:
         return _Bar
     from tqdm.notebook import tqdm_notebook
 
-    class NotebookBar(tqdm_notebook):  # type: ignore[type-arg]
+    class NotebookBar(_GuardedBar, tqdm_notebook):  # type: ignore[type-arg]
         """Green at the end, also where a stop trigger ends the run before its length; red where it failed."""
 
-        monitor_interval = 0
         failed = False
 
         def display(self, *args: Any, **settings: Any) -> None:
