@@ -356,10 +356,18 @@ def copy_model(model: nn.Module) -> nn.Module:
 
     Raises:
         NotImplementedError: `fully_shard` has placed the parameters in a way that is not known.
+        TypeError: an attribute of a module cannot be copied.
     """
     memo = shared_by_copies(model.modules())
     if not fsdp_modules(model):
-        return copy.deepcopy(model, memo)
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            rule = f"an average begins with a copy of the model, and {_uncopied(model)} cannot be copied"
+            raise TypeError(
+                f"{rule}: {type(error).__name__}: {error}; define __deepcopy__ on its class, or make it outside the model; "
+                "torch.nn.utils.parametrizations.weight_norm and spectral_norm can be copied, those of torch.nn.utils cannot"
+            ) from error
     reshard(fsdp_modules(model))
     for parameter in (parameter for state in _fsdp_states(model) for parameter, _ in _fsdp_parameters(state)):
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device_mesh.device_type)
@@ -375,6 +383,18 @@ def copy_model(model: nn.Module) -> nn.Module:
     for own, parameter in zip(bare[model].parameters(), model.parameters(), strict=True):
         to_local(own).copy_(to_local(parameter))
     return bare[model]
+
+
+def _uncopied(model: nn.Module) -> str:
+    """Return the name of the attribute of a module that cannot be copied."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            try:
+                if name != "_modules":
+                    copy.deepcopy(value, shared_by_copies(model.modules()))
+            except Exception:
+                return f"{path}.{name}".lstrip(".")
+    return type(model).__name__
 
 
 def shard_model_like(model: nn.Module, like: nn.Module) -> None:

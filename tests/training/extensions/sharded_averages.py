@@ -37,6 +37,7 @@ def find(comm, place):
     """What `check` finds of each kind."""
     found = {kind: check(kind, comm, place) for kind in KINDS}
     found["by tensor"] = check_by_tensor(init_device_mesh("cpu", (2,)))
+    found["16 bits"] = [check_16_bits(kind, init_device_mesh("cpu", (2,))) for kind in KINDS]
     return found
 
 
@@ -124,3 +125,33 @@ def check_by_tensor(mesh):
         refusal = str(error)
     difference = (model.head.weight - average.model.head.weight).full_tensor()
     return {"difference": difference.flatten().tolist(), "refusal": refusal}
+
+
+def check_16_bits(kind, mesh):
+    """The average of weights that go from 1 to 2 in bfloat16 and stay there, before and after it was saved and loaded."""
+
+    def averaged():
+        model = nn.Sequential(nn.Linear(3, 5)).bfloat16()
+        with torch.no_grad():
+            model[0].weight.fill_(1.0)
+        if kind == "sharding first":
+            fully_shard(model, mesh=mesh)
+        average = extensions.ExponentialMovingAverage(model, 0.999)
+        if kind != "sharding first":
+            fully_shard(model, mesh=mesh)
+        if kind == "both by hand":
+            fully_shard(average.model, mesh=mesh)
+        average.update()
+        with torch.no_grad():
+            model[0].weight.fill_(2.0)
+        return average
+
+    average, loaded = averaged(), averaged()
+    for _ in range(1600):
+        average.update()
+    loaded.load_state_dict(average.state_dict())
+    found = []
+    for each in (average, loaded):
+        each.update()
+        found.append(whole(each.model)[0].flatten().tolist())
+    return found

@@ -1,6 +1,9 @@
 """ExponentialMovingAverage: a copy of the model that follows it slowly, evaluated beside it, saved and resumed."""
 
 import re
+import socket
+import threading
+import warnings
 from fractions import Fraction
 
 import pytest
@@ -170,6 +173,85 @@ def test_what_cannot_work_is_refused_at_construction(make, error, message):
     """The error gives the rule, the value and the remedy."""
     with pytest.raises(error, match=message):
         make()
+
+
+class Growing(nn.Module):
+    """Its weight is a different one after each call."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=dtype))
+        self.register_buffer("scale", torch.ones(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [2.0, 1.5, 3.0])
+def test_an_average_in_16_bits_moves_as_one_in_32(dtype, value):
+    """In 16 bits a thousandth of the difference would be rounded away: the average would stay 1.0."""
+    model = Growing(dtype)
+    average = Average(model, decay=0.999)
+    average.update()
+    with torch.no_grad():
+        model.weight.fill_(value)
+    for _ in range(1600):
+        average.update()
+    exact = value + (1 - value) * 0.999**1600
+    assert average.model.weight.dtype == dtype
+    assert average.model.weight.double().tolist() == pytest.approx([exact, exact], rel=max(torch.finfo(dtype).eps, 1e-5))
+    same = Growing(dtype)
+    same.load_state_dict(model.state_dict())
+    resumed = Average(same, decay=0.999)
+    resumed.load_state_dict(average.state_dict())
+    for each in (average, resumed):
+        each.update()
+    state, other = average.state_dict(), resumed.state_dict()
+    assert {key: str(value) for key, value in state.items()} == {key: str(value) for key, value in other.items()}
+
+
+def test_buffers_are_averaged_where_it_is_asked_for():
+    """Those of floating-point numbers; so, and from the first weights, it is the average of timm."""
+    model, first = Normalized(), Normalized().state_dict()
+    model.load_state_dict(first)
+    average = Average(model, decay=lambda count: 0.75, average_buffers=True)
+    expected = {key: value.clone() for key, value in first.items()}
+    for step in range(1, 4):
+        model(torch.randn(8, 3, dtype=torch.float64) * step, torch.ones(8, 1, dtype=torch.float64))
+        average.update()
+        for key, value in model.state_dict().items():
+            expected[key] = torch.lerp(expected[key], value, 0.25) if value.is_floating_point() else value.clone()
+    torch.testing.assert_close(dict(average.model.state_dict()), expected)
+    assert not torch.equal(average.model.norm.running_mean, model.norm.running_mean)
+
+
+def normalized_in_place():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layer = nn.utils.weight_norm(nn.Linear(3, 1))
+    layer(torch.ones(3))
+    return nn.Sequential(layer)
+
+
+def with_attribute(make):
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].part = make()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (normalized_in_place, r"0\.weight"),
+        (lambda: with_attribute(threading.Lock), r"0\.part"),
+        (lambda: with_attribute(lambda: (number for number in ())), r"0\.part"),
+        (lambda: with_attribute(lambda: torch.ones(1, requires_grad=True) * 2), r"0\.part"),
+        (lambda: with_attribute(lambda: {"sockets": [socket.socket]} | {"lock": threading.Condition()}), r"0\.part"),
+        (lambda: with_attribute(lambda: memoryview(b"")), r"0\.part"),
+    ],
+)
+def test_a_model_that_cannot_be_copied_is_refused_with_the_name_of_the_attribute(make, name):
+    """PyTorch and Python say what, and not where."""
+    with pytest.raises(TypeError, match=f"begins with a copy of the model, and {name} cannot be copied: .*__deepcopy__"):
+        Average(make())
 
 
 def test_a_model_that_has_changed_since_is_refused_at_the_start(tmp_path):
@@ -358,6 +440,14 @@ def test_a_sharded_model_is_averaged_whichever_was_made_first(ranks, kind):
             "own memory": True,
             "resumed": True,
         }
+
+
+def test_a_sharded_average_in_16_bits_moves_as_one_in_32(ranks):
+    """Whichever was sharded first; saved and loaded it moves on."""
+    for found in ranks:
+        assert "error" not in found, found["error"]
+        for average, loaded in found["16 bits"]:
+            assert average == loaded == pytest.approx([2 - 0.999**1601] * 15, rel=torch.finfo(torch.bfloat16).eps)
 
 
 def test_an_average_whose_shards_are_not_those_of_the_model_is_refused(ranks):

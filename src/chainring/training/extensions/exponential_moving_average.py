@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,9 @@ class ExponentialMovingAverage(Extension):
     too. Parameters that are not floating-point numbers, and buffers such as the running statistics of BatchNorm, are
     copied from the model after each update. It runs before evaluations of the same iteration.
 
+    Averages of parameters in bfloat16 or float16 are kept in float32, of which ``model`` has the rounded values: in 16 bits
+    a change of a thousandth would be lost.
+
     Example::
 
         average = extensions.ExponentialMovingAverage(model)
@@ -39,6 +42,8 @@ class ExponentialMovingAverage(Extension):
             another device or sharded by ``fully_shard`` before or after. The average is then sharded in the same way.
         decay: the weight of the old average in an update, from 0 to less than 1; or a function of the number of updates
             of the average made so far, 0 at the first, that returns a number from 0 to 1.
+        average_buffers: True to average buffers of floating-point numbers too. So, and with ``decay=lambda n: 0.999``, which
+            begins with the first weights, it is timm's ``ModelEmaV3``.
         start: when averaging starts; until then the average is a copy of the parameters. ``None`` is the first update; a
             number of iterations, ``(n, "iteration")`` or ``(n, "epoch")`` a length to be reached; or a trigger that fires.
 
@@ -47,6 +52,7 @@ class ExponentialMovingAverage(Extension):
             Values that it reports outside of an evaluator have the name of the extension as prefix.
 
     Raises:
+        TypeError: an attribute of the model cannot be copied.
         ValueError: parameters have no shape yet; when a run starts, the model is sharded differently from the average.
     """
 
@@ -54,7 +60,12 @@ class ExponentialMovingAverage(Extension):
     priority = PRIORITY_WRITER + 100
 
     def __init__(
-        self, model: nn.Module, decay: float | Callable[[int], float] = 0.999, *, start: int | TriggerLike = None
+        self,
+        model: nn.Module,
+        decay: float | Callable[[int], float] = 0.999,
+        *,
+        start: int | TriggerLike = None,
+        average_buffers: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"an ExponentialMovingAverage takes the model first, an nn.Module; got {type(model).__name__}")
@@ -71,12 +82,17 @@ class ExponentialMovingAverage(Extension):
             raise ValueError(f"{rule}; got {start!r}") from None
         self.decay = decay
         self.start = start
+        self.average_buffers = average_buffers
         self._source: nn.Module = unwrap(model)
         if lazy := [name for name, parameter in self._source.named_parameters() if is_lazy(parameter)]:
             raise ValueError(f"parameters {lazy} have no shape yet; call the model with a batch first")
         self.model: nn.Module = copy_model(self._source)
         for parameter in self.model.parameters():
             parameter.grad = None  # copied with the model, and not used
+        self._copies: list[nn.Module] = [self.model]  # the last one is averaged: in float32 if the model has 16 bits
+        if any(map(_is_short, self._averaged(self._source))):
+            precise: Any = copy_model(self._source)
+            self._copies.append(precise._apply(lambda tensor: tensor.float() if _is_short(tensor) else tensor))
         self._updates = 0
         self._has_started = start is None
         self._trainer: Trainer | None = None
@@ -100,7 +116,8 @@ class ExponentialMovingAverage(Extension):
         if not trainer.is_resumed and not self._updates:
             self._copy()  # of what the script has loaded into the model since
         if trainer.comm.world.size > 1:  # the model of rank 0 is broadcast too
-            trainer.comm.world.broadcast([tensor.data for tensor in _tensors(self.model) if not is_sharded(tensor)])
+            tensors = chain.from_iterable(map(_tensors, self._copies))
+            trainer.comm.world.broadcast([tensor.data for tensor in tensors if not is_sharded(tensor)])
         # So that it may report when it is called in the loop; an evaluator has its own observers.
         trainer.reporter.add_observers(trainer.extension_name or self.default_name, self.model.named_modules())
 
@@ -162,39 +179,50 @@ class ExponentialMovingAverage(Extension):
         except KeyError:  # of an average that was saved without a start
             if isinstance(serializer, Serializer):
                 raise
-        serializer.visit("model", self.model)
+        for name, model in zip(("model", "float32"), self._copies, strict=False):
+            serializer.visit(name, model)
         if not isinstance(serializer, Serializer):
             self._updates, self._has_started, self._is_updated = int(updates), has_started, False
 
     def _prepare(self) -> None:
         """Let the average lie where the model lies, sharded alike, which a script may decide after it was copied."""
         if self._sharded is None:
-            for tensor, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
-                if tensor.device != source.device:
-                    tensor.data = tensor.data.to(source.device)
-            if fsdp_modules(self._source) and not fsdp_modules(self.model):
-                shard_model_like(self.model, self._source)
-            for (name, average), source in zip(self.model.named_parameters(), self._source.parameters(), strict=True):
-                if (layout := _layout(average)) != (expected := _layout(source)):
-                    raise ValueError(
-                        f"a rank averages the shards that it holds, and {name!r} is sharded as {expected} in the model, as "
-                        f"{layout} in the average; shard average.model by the same calls as the model, or make the average "
-                        "of the sharded model"
-                    )
-            self._sharded = fsdp_modules(self.model) + fsdp_modules(self._source)
+            self._sharded = fsdp_modules(self._source)
+            for model in self._copies:
+                self._sharded = self._sharded + self._lay_out(model)
         if self._sharded:
             reshard(self._sharded)  # an evaluation leaves parameters gathered
 
+    def _lay_out(self, model: nn.Module) -> list[Any]:
+        for tensor, source in zip(_tensors(model), _tensors(self._source), strict=True):
+            if tensor.device != source.device:
+                tensor.data = tensor.data.to(source.device)
+        if fsdp_modules(self._source) and not fsdp_modules(model):
+            shard_model_like(model, self._source)
+        for (name, average), source in zip(model.named_parameters(), self._source.parameters(), strict=True):
+            if (layout := _layout(average)) != (expected := _layout(source)):
+                raise ValueError(
+                    f"a rank averages the shards that it holds, and {name!r} is sharded as {expected} in the model, as "
+                    f"{layout} in the average; shard average.model by the same calls as the model, or make the average "
+                    "of the sharded model"
+                )
+        return fsdp_modules(model)
+
+    def _averaged(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        return _tensors(model) if self.average_buffers else model.parameters()
+
     @torch.no_grad()
     def _copy(self) -> None:
-        for average, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
-            to_local(average).copy_(to_local(source))
+        for model in self._copies:
+            for average, source in zip(_tensors(model), _tensors(self._source), strict=True):
+                to_local(average).copy_(to_local(source))
 
     @torch.no_grad()
     def _average(self, decay: float) -> None:
+        *rounded, precise = self._copies
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for averaged_parameter, parameter in zip(self.model.parameters(), self._source.parameters(), strict=True):
-            average, source = to_local(averaged_parameter), to_local(parameter)
+        for averaged, given in zip(self._averaged(precise), self._averaged(self._source), strict=True):
+            average, source = to_local(averaged), to_local(given)
             if average.is_floating_point() or average.is_complex():
                 averages, parameters = groups.setdefault((average.device, average.dtype), ([], []))
                 averages.append(average)
@@ -203,12 +231,20 @@ class ExponentialMovingAverage(Extension):
                 average.copy_(source)
         for averages, parameters in groups.values():
             torch._foreach_lerp_(averages, parameters, 1 - decay)
-        for average, source in zip(self.model.buffers(), self._source.buffers(), strict=True):
-            average.copy_(source)
+        if not self.average_buffers:
+            for average, source in zip(precise.buffers(), self._source.buffers(), strict=True):
+                average.copy_(source)
+        for model in rounded:
+            for tensor, average in zip(_tensors(model), _tensors(precise), strict=True):
+                to_local(tensor).copy_(to_local(average))
 
 
 def _tensors(model: nn.Module) -> chain[torch.Tensor]:
     return chain(model.parameters(), model.buffers())
+
+
+def _is_short(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize < 4
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
