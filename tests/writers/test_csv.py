@@ -39,6 +39,22 @@ def test_a_row_is_in_the_file_at_once(tmp_path):
     )
 
 
+@pytest.mark.parametrize("text", ["=1+1", "=cmd|' /C calc'!A0", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1"])
+def test_no_text_or_key_is_a_formula(tmp_path, text):
+    """A spreadsheet would compute it; numbers and words stay as they are, and a resumed run finds the rows that it wrote."""
+    record = Record(0, 1, 0.5, {text: -1.0, "name": text, "word": "a=b", "least": -math.inf})
+    for records in ((), (record,)):  # the second continues the table
+        writer = CsvWriter()
+        writer.begin(Run(tmp_path, {}, len(records), records))
+        writer.write(Record(0, 1 + len(records), 0.5, record.values))
+        writer.close()
+    row, other = rows_of(tmp_path / "log.csv")
+    assert (row[f"'{text}"], row["name"], row["word"], row["least"]) == ("-1.0", f"'{text}", "a=b", "-Infinity")
+    assert (row.pop("iteration"), other.pop("iteration")) == ("1", "2")
+    assert row == other
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
 def test_a_relative_name_lies_in_the_directory_of_the_run(tmp_path):
     """In a folder within it, which is made."""
     train(tmp_path / "out", CsvWriter("tables/rows.csv"))

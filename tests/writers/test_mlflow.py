@@ -12,7 +12,7 @@ import torch
 from mlflow import MlflowClient
 from written import LATE, LOSSES, SEEN, KilledError, Showing, train
 
-from chainring.writers import MlflowWriter, Record
+from chainring.writers import MlflowWriter, Record, Run
 
 pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")  # of MLflow's own tables
 
@@ -39,6 +39,43 @@ def test_each_number_of_a_row_is_a_metric_at_its_iteration(tmp_path, database):
     assert points(database, run, "elapsed_time") == [(row["iteration"], row["elapsed_time"]) for row in log.log]
     assert run.data.params == {"lr": "0.5", "sizes": "[1, 2]"}
     assert run.info.status == "FINISHED"
+
+
+STRANGE = [
+    "top@5",
+    "f1%",
+    "val(loss)",
+    "a//b",
+    "..a",
+    "/a",
+    "../a",
+    "a/./b",
+    "ünï=1",
+    "\ud800",
+    "",
+    "a\n",
+    "x" * 300,
+    "a|b",
+    "a;b",
+]
+
+
+@pytest.mark.parametrize("key", STRANGE)
+def test_a_key_that_mlflow_refuses_is_sent_under_a_name_that_it_takes(tmp_path, database, key):
+    """One such key loses no rows; other keys keep their names, and so do two strange ones of one spelling."""
+    writer = MlflowWriter(database, "strange")
+    with pytest.warns(UserWarning, match="MLflow takes letters, digits.* is sent as "):
+        writer.begin(Run(tmp_path, {key: 1, "lr": 0.5}))
+    with pytest.warns(UserWarning, match="is sent as ") as caught:
+        writer.write(Record(0, 1, 1.0, {"main/loss": 0.5, key: 1, f"{key}?": 7}))
+    assert len(caught) == 1  # of the second key
+    writer.write(Record(0, 2, 1.0, {"main/loss": 0.5, key: 2, f"{key}?": 7}))
+    writer.close()
+    run = max(runs_of(database, "strange"), key=lambda run: run.info.start_time)
+    assert points(database, run, "main/loss") == [(1, 0.5), (2, 0.5)]
+    names = sorted(run.data.metrics.keys() - {"main/loss", "epoch", "elapsed_time"})
+    assert sorted(points(database, run, name) for name in names) == [[(1, 1.0), (2, 2.0)], [(1, 7.0), (2, 7.0)]]
+    assert sorted(run.data.params.values()) == ["0.5", "1"]
 
 
 def test_a_resumed_run_goes_on_under_its_id(tmp_path, database):
@@ -130,11 +167,14 @@ def test_a_run_with_it_draws_what_the_run_without_it_draws(tmp_path, database):
     assert drawn[0] == drawn[1]
 
 
-def test_a_key_that_it_refuses_is_warned_about(tmp_path, database):
-    """In its own words; training goes on."""
-    with pytest.warns(UserWarning, match="MlflowWriter failed and gets no more rows: .*a@b"):
-        log = train(tmp_path, MlflowWriter(database, "refused"), postprocess=lambda row: row.update({"a@b": 1.0}))
-    assert len(log.log) == 4
+def test_a_strange_key_of_a_run_loses_no_rows(tmp_path, database):
+    """All of them are there, under both keys."""
+    with pytest.warns(UserWarning, match="'a@b' is sent as 'a_b-e5913774'") as caught:
+        train(tmp_path, MlflowWriter(database, "refused"), postprocess=lambda row: row.update({"a@b": 1.0}))
+    assert len(caught) == 1
+    (run,) = runs_of(database, "refused")
+    assert points(database, run, "main/loss") == LOSSES
+    assert points(database, run, "a_b-e5913774") == [(iteration, 1.0) for iteration, _ in LOSSES]
 
 
 def test_the_environment_names_the_experiment_where_nothing_else_does(tmp_path, database, monkeypatch):

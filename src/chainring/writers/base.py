@@ -169,7 +169,12 @@ def escape_fields(name: str) -> str:
 def safe_name(key: str) -> str:
     """Return a key as a part of a file name; different keys have different names."""
     name = re.sub(r"[^\w-]", "_", key, flags=re.ASCII)[:60]
-    return name if name == key else f"{name}-{zlib.crc32(key.encode('utf-8', 'surrogatepass')):08x}"
+    return name if name == key else f"{name}-{checksum(key)}"
+
+
+def checksum(key: str) -> str:
+    """Return a checksum of a key, for names that differ where keys do."""
+    return f"{zlib.crc32(key.encode('utf-8', 'surrogatepass')):08x}"
 
 
 def text_of(media: Text) -> str:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from chainring._files import AppendOnly, make_folder, open_regular, replace_file, set_rows_aside, to_json
 from chainring.writers.base import COUNTERS, Record, Run, Writer, check_path, counters_of, escape_fields
@@ -18,7 +19,8 @@ class CsvWriter(Writer):
 
     The first line names the columns: ``epoch``, ``iteration``, ``elapsed_time``, then the keys in the order of their
     first report. When a new key appears, the file is replaced by one with another column; rows without the key have an
-    empty cell. NaN and infinities are ``NaN``, ``Infinity`` and ``-Infinity``, as in the log. After a kill and a resume,
+    empty cell. A key or a text that a spreadsheet would take for a formula, such as ``=1+1``, begins with an apostrophe. NaN
+    and infinities are ``NaN``, ``Infinity`` and ``-Infinity``, as in the log. After a kill and a resume,
     the file contains each row exactly once.
 
     Example::
@@ -66,13 +68,22 @@ class CsvWriter(Writer):
 
 
 def _cells(record: Record) -> dict[str, str]:
-    return {key: str(to_json(value)) for key, value in {**counters_of(record), **record.values}.items()}
+    row: dict[str, Any] = {**counters_of(record), **record.values}
+    return {_shown(key): _shown(value) if isinstance(value, str) else str(to_json(value)) for key, value in row.items()}
+
+
+def _shown(text: str) -> str:
+    """Return a text as a spreadsheet shows it, which computes what begins as a formula does."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _text(columns: list[str], rows: Iterable[dict[str, str]]) -> bytes:
-    text = io.StringIO()
-    csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
+    lines = []
+    for row in rows:
+        text = io.StringIO()
+        csv.DictWriter(text, columns, restval="", lineterminator="\r\n").writerow(row)  # quotes both signs inside a cell
+        lines.append(text.getvalue().removesuffix("\r\n") + "\n")
+    return "".join(lines).encode()
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 import uuid
@@ -10,11 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chainring._messages import info
+from chainring._messages import info, warn
 from chainring.reporting.media import Image, Text, media_to_json
-from chainring.writers.base import Record, Run, ServiceWriter, import_optional, media_of, safe_name, scalars, text_of
+from chainring.writers.base import (
+    Record,
+    Run,
+    ServiceWriter,
+    checksum,
+    import_optional,
+    media_of,
+    safe_name,
+    scalars,
+    text_of,
+)
 
 _METRICS, _PARAMS = 1000, 100  # the most in one request
+_LONGEST = 250  # characters of a name
 _TAG = "chainring.run"
 _FIRST, _LAST = "epoch", "elapsed_time"  # of the numbers of a row, those that are sent first and last
 
@@ -29,8 +41,9 @@ class MlflowWriter(ServiceWriter):
 
     The config becomes the parameters; MLflow does not allow changes to them, so those of the first start stay. Its
     databases store infinity as the largest double. Images, texts and histograms are artifacts: PNG, text and JSON files
-    in ``media/<iteration>``. A run that the script has started with ``mlflow.start_run`` is a separate run and is not
-    used.
+    in ``media/<iteration>``. A key that MLflow refuses, such as ``top@5``, is sent under a name that it takes, ``top_5-``
+    and a checksum, of which there is a warning. A run that the script has started with ``mlflow.start_run`` is a separate
+    run and is not used.
 
     Example::
 
@@ -55,6 +68,7 @@ class MlflowWriter(ServiceWriter):
         self._experiment = experiment
         self._client: Any = None
         self._run_id: str | None = None
+        self._names: dict[str, str] = {}  # by key, of those so far
 
     def begin(self, run: Run) -> None:
         self._client = self._mlflow.MlflowClient(self._tracking_uri)
@@ -93,7 +107,8 @@ class MlflowWriter(ServiceWriter):
     def _send_params(self, config: Mapping[str, Any]) -> None:
         known = self._client.get_run(self._run_id).data.params
         param = self._mlflow.entities.Param
-        params = [param(str(key), str(value)) for key, value in config.items() if str(key) not in known]
+        named = {self._name(str(key)): str(value) for key, value in config.items()}
+        params = [param(name, value) for name, value in named.items() if name not in known]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS])
 
@@ -121,9 +136,21 @@ class MlflowWriter(ServiceWriter):
             ago = records[-1].elapsed_time - record.elapsed_time  # the times of earlier rows are as far apart as they were
             values, time_ms = scalars(record), int(1000 * (time.time() - ago))
             ordered = {_FIRST: values.pop(_FIRST), **values, _LAST: values[_LAST]}
-            metrics += [metric(key, value, time_ms, record.iteration) for key, value in ordered.items()]
+            metrics += [metric(self._name(key), value, time_ms, record.iteration) for key, value in ordered.items()]
         for start in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
+
+    def _name(self, key: str) -> str:
+        """Return a key if it is a name that MLflow takes, which is a path too; otherwise a name of its own for it."""
+        if key not in self._names:
+            path = "/".join(part for part in re.sub(r"[^/\w.\- :]", "_", key).split("/") if part.strip("."))
+            path = re.sub(r"^\.\.+", "", path)  # nor one that seems to lead out of a folder
+            name = path if path and path == key and len(key) <= _LONGEST else f"{path[: _LONGEST - 9]}-{checksum(key)}"
+            self._names[key] = name
+            if name != key:
+                rule = f"MLflow takes letters, digits, spaces and _ - . : / in names, at most {_LONGEST}"
+                warn(f"{rule}: {key!r} is sent as {name!r}")
+        return self._names[key]
 
     def close(self) -> None:
         run_id, self._run_id = self._run_id, None
