@@ -272,7 +272,9 @@ def test_strings_and_arrays_stay_in_the_observation_and_out_of_means():
     summary.add(observation)
     assert observation["array"] is array
     assert observation["name"] == "abc"
-    assert summary.compute_mean() == {"loss": 1.0}
+    with pytest.warns(UserWarning, match="is not averaged") as caught:
+        assert summary.compute_mean() == {"loss": 1.0}
+    assert [str(each.message).split("'")[1] for each in caught] == ["array", "rows"]
 
 
 def test_observers_are_held_weakly():

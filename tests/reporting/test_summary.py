@@ -299,7 +299,9 @@ def test_a_key_may_hold_now_a_number_and_now_something_else():
     summary = DictSummary()
     for value in (1.0, "abc", torch.ones(2), torch.tensor(3.0), None, ("a", "b"), (1, 2, 3), torch.tensor(1j)):
         summary.add({"a": value})
-    assert summary.compute_mean() == {"a": 2.0}
+    with pytest.warns(UserWarning, match="'a' is not averaged") as caught:
+        assert summary.compute_mean() == {"a": 2.0}
+    assert len(caught) == 1
 
 
 def test_statistics_have_a_mean_and_a_deviation_for_each_key():
@@ -364,7 +366,7 @@ def test_a_metric_is_computed_at_the_end_of_the_interval_and_starts_anew():
 
 
 def test_a_metric_that_gives_no_single_number_is_passed_over():
-    """As any other value that is none."""
+    """As any other value that is none; a warning says so."""
 
     class Confusion(Share):
         def compute(self):
@@ -372,7 +374,8 @@ def test_a_metric_that_gives_no_single_number_is_passed_over():
 
     summary = DictSummary()
     summary.add({"confusion": Confusion()})
-    assert summary.compute_mean() == {}
+    with pytest.warns(UserWarning, match="'confusion' is not averaged"):
+        assert summary.compute_mean() == {}
 
 
 def number_of_values(state):

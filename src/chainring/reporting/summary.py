@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, groupby
 from numbers import Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
+from chainring._messages import warn
 from chainring.converters import to_device
 from chainring.reporting import _metrics
 from chainring.reporting._metrics import is_metric
@@ -345,7 +347,8 @@ class DictMeans(Stateful):
 
     _has_deviation = False
 
-    def __init__(self) -> None:
+    def __init__(self, said: set[str] | None = None) -> None:
+        self._said = said  # the keys of which a warning has said that their values are ignored; None to say nothing
         self._rows: list[dict[str, Any]] = []  # observations whose values are in no column yet
         self._weights: list[Any] = []
         # In the order in which keys were first added.
@@ -357,8 +360,8 @@ class DictMeans(Stateful):
 
         An object with ``compute()`` and ``reset()``, such as a torchmetrics metric, is computed when the mean is
         computed, and then reset; if it returns a mapping, as a ``MetricCollection`` does, each number is ``key/its
-        name``. Other values that are not single numbers, such as strings and arrays, are ignored. Tensors must not be
-        changed in place afterwards; reported values, which are copies, are not.
+        name``. Other values that are not single numbers are ignored: strings silently, arrays with a warning. Tensors
+        must not be changed in place afterwards; reported values, which are copies, are not.
 
         Raises:
             ValueError: a weight is not a single number.
@@ -419,6 +422,17 @@ class DictMeans(Stateful):
                     self._columns[key].append(_as_vector(value), _as_vector(weight))
                 elif is_metric(value):
                     self._metrics[key] = value
+                else:
+                    self._say(key, value)
+
+    def _say(self, key: str, value: Any) -> None:
+        """Warn, once for each key, of a value of which there is no mean; of a text nobody expects one."""
+        if self._said is not None and key not in self._said and not isinstance(value, (str, bytes, NoneType)):
+            self._said.add(key)
+            warn(
+                f"what was given as {key!r} is not averaged: a mean is of single numbers, and it is {_describe(value)}; "
+                "give a number, such as .mean() or float(), or leave it out: LogReport(keys=...)"
+            )
 
     def _end_interval(self) -> dict[str, Column]:
         """Return the column of each key, those of metrics included, which are computed and reset."""
@@ -431,6 +445,8 @@ class DictMeans(Stateful):
             for name, item in values.items():
                 if is_scalar(item):
                     self._columns[name].append(_as_vector(item), _as_vector(1))
+                else:
+                    self._say(name, item)
         read(self._columns.values())
         return self._columns
 
@@ -494,7 +510,7 @@ class DictMeans(Stateful):
             source = self if serializer.comm.size == 1 else self._merge(serializer.comm.gather_object(self._fold()))
             read(source._columns.values())
         else:
-            DictMeans.__init__(self)  # forgets what was added
+            DictMeans.__init__(self, self._said)  # forgets what was added
         for index, key in enumerate(serializer("names", list(source._columns))):  # by index: a key may hold slashes
             source._columns[key].serialize(serializer[str(index)])
 
@@ -511,6 +527,9 @@ class DictSummary(DictMeans):
 
     _has_deviation = True
 
+    def __init__(self) -> None:
+        super().__init__(set())
+
     def make_statistics(self) -> dict[str, float]:
         """Return the mean of each key as ``key`` and its standard deviation as ``key.std``."""
         statistics: dict[str, float] = {}
@@ -523,12 +542,13 @@ class IntervalMeans:
     """The means of reported values over an interval, weighted as the updates are, and over all ranks.
 
     Its owner calls `observe` in every iteration and `end` when its trigger fires, and serializes it with itself. Without
-    ``keys`` it takes all values that are single numbers.
+    ``keys`` it takes all values that are single numbers; if it ``says`` so, there is a warning of each key with others.
     """
 
-    def __init__(self, keys: Sequence[str] | None = None) -> None:
+    def __init__(self, keys: Sequence[str] | None = None, *, says: bool = False) -> None:
         self._keys = keys
-        self._summary = DictMeans()
+        self._said: set[str] | None = set() if says else None
+        self._summary = DictMeans(self._said)
 
     def observe(self, trainer: Trainer, weight: Any = None) -> None:
         """Add what has been reported so far in this iteration, by default with the weight of the update."""
@@ -544,7 +564,7 @@ class IntervalMeans:
 
     def take(self, trainer: Trainer) -> dict[str, float]:
         """Return the means of this iteration alone, each report counting once, beside the open interval."""
-        interval, self._summary = self._summary, DictMeans()
+        interval, self._summary = self._summary, DictMeans(self._said)
         try:
             self.observe(trainer, weight=1)
             return self.end(trainer)
@@ -556,7 +576,7 @@ class IntervalMeans:
         if trainer.comm.size > 1 and getattr(trainer.updater, "virtual_ranks", None) is not None:
             self._summary.add_up_metrics(trainer.comm)
         means = self._summary.over_ranks(trainer.comm).compute_mean()
-        self._summary = DictMeans()
+        self._summary = DictMeans(self._said)
         return means
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -633,7 +653,10 @@ def _check_weight(weight: Any) -> None:
 
 
 def _describe(value: Any) -> str:
-    return f"{type(value).__name__} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+    if not hasattr(value, "shape"):
+        return repr(value)
+    kind = f" and {value.dtype}" if not value.shape else ""  # which is none of a real number
+    return f"{type(value).__name__} of shape {tuple(value.shape)}{kind}"
 
 
 def _as_vector(number: Any) -> Tensor:

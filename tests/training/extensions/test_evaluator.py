@@ -13,7 +13,7 @@ import torch
 import torchmetrics
 from scripted import Counting, run
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from chainring import Reporter, datasets, iterators, report, training
 from chainring import nn as cnn
@@ -161,6 +161,44 @@ def test_a_value_reported_with_a_weight_of_its_own_keeps_it():
 
     result = Evaluator(once(values(1, 3), 1), Weighted()).evaluate()
     assert result["main/score"] == (1 * 1 + 3 * 3) / 4
+
+
+WITHOUT_A_BATCH = {
+    "an empty list": list,
+    "an iterator over nothing": lambda: once([]),
+    "a loader that drops the only batch": lambda: DataLoader(TensorDataset(torch.ones(3)), 4, drop_last=True),
+    "a loader over nothing": lambda: DataLoader([], 4),
+    "a function that yields nothing": lambda: lambda: iter(()),
+    "a stream without data": lambda: DataLoader(Stream(), 2),
+}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 2])
+@pytest.mark.parametrize("source", WITHOUT_A_BATCH.values(), ids=WITHOUT_A_BATCH)
+def test_an_evaluation_without_a_batch_is_said(source, virtual_ranks):
+    """Its keys are missing in the log, and no error tells why."""
+    evaluator = Evaluator(source(), Mean(), virtual_ranks=virtual_ranks)
+    with pytest.warns(UserWarning, match="'validation' reports nothing, because its iterator gave no batch; check"):
+        assert evaluator.evaluate() == {}
+
+
+def test_an_evaluation_that_only_looks_needs_no_word():
+    """It has seen batches."""
+    seen = []
+    assert Evaluator(once(values(1, 2)), Mean(), eval_func=seen.append).evaluate() == {}
+    assert len(seen) == 1
+
+
+def test_a_value_of_an_evaluation_that_has_no_mean_is_said():
+    """With its key, as a LogReport does."""
+    evaluator = Evaluator(once(values(1, 2, 3)), nn.Identity(), eval_func=lambda x: report({"each": x}))
+    with pytest.warns(UserWarning, match="'each' is not averaged.*Tensor of shape"):
+        assert evaluator.evaluate() == {}
 
 
 @pytest.mark.parametrize("collate", [DataLoader, list], ids=["DataLoader", "list of batches"])

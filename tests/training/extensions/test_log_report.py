@@ -4,6 +4,8 @@ import io
 import json
 import math
 import time
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,37 @@ def test_a_row_is_the_means_of_its_interval_then_epoch_iteration_and_time(tmp_pa
         {"b": 2.0, "a": 3.0, "epoch": 0, "iteration": 2},
         {"b": 5.0, "a": 0.0, "epoch": 1, "iteration": 4},
     ]
+
+
+NO_NUMBERS = {
+    "a tensor of one element": torch.ones(1),
+    "a vector": torch.ones(3),
+    "an array of one element": np.ones(1, np.float32),
+    "a matrix": np.ones((2, 2)),
+    "Decimal": Decimal("0.5"),
+    "complex": 1j,
+    "a complex tensor": torch.tensor(1j),
+    "a list": [1.0, 2.0],
+    "a mapping": {"loss": 1.0},
+    "a pair with a vector": (torch.ones(3), 2),
+    "a function that is called later": partial(float, 1),
+}
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_a_value_that_has_no_mean_is_said_once_with_its_key(tmp_path, value):
+    """Before, it was missing in the row and nothing told why; the other keys are averaged."""
+    with pytest.warns(UserWarning, match="'b' is not averaged: a mean is of single numbers, and it is") as caught:
+        rows = rows_of(tmp_path, [{"a": 1.0, "b": value}] * 8)
+    assert len(caught) == 1
+    assert [set(row) for row in rows] == [{"a", "epoch", "iteration", "elapsed_time"}] * 4
+
+
+def test_a_text_none_and_what_keys_leave_out_need_no_word(tmp_path):
+    """Of them nobody expects a mean."""
+    observations = [{"a": 1.0, "b": "text", "c": None}] * 2
+    assert rows_of(tmp_path / "all", observations)[0]["a"] == 1.0
+    assert rows_of(tmp_path / "some", [{"a": 1.0, "b": torch.ones(3)}] * 2, keys=["a"])[0]["a"] == 1.0
 
 
 def test_elapsed_time_grows_and_is_not_negative(tmp_path):
@@ -238,7 +271,9 @@ def test_strings_and_arrays_in_the_observation_are_passed_over(tmp_path):
     seen = []
     row = {"loss": 1.0, "name": "abc", "all": np.arange(3), "vector": torch.ones(2), "nothing": None}
     log = LogReport(trigger=(1, "iteration"))
-    run(Counting([row]), 1, tmp_path, log, lambda trainer: seen.append(set(trainer.observation)))
+    with pytest.warns(UserWarning, match="is not averaged") as caught:
+        run(Counting([row]), 1, tmp_path, log, lambda trainer: seen.append(set(trainer.observation)))
+    assert [str(each.message).split("'")[1] for each in caught] == ["all", "vector"]
     assert timeless(log.log) == [{"loss": 1.0, "epoch": 1, "iteration": 1}]
     assert seen == [set(row)]
 

@@ -15,6 +15,7 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import block_of
+from chainring._messages import warn
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
 from chainring.datasets._batches import count_examples, require_count, take_examples
@@ -201,7 +202,15 @@ class Evaluator(Extension):
             with reporter.scope(observation), precision.autocast():
                 return observation, self._evaluate_batch(batch, loss_func)
 
-        summary, is_shown = DictMeans(), self.progress_bar and self._comm.is_main
+        count = 0
+
+        def counted(batches: Iterable[Any]) -> PythonIterator[Any]:
+            nonlocal count
+            for batch in batches:
+                count += 1
+                yield batch
+
+        summary, is_shown = DictMeans(set()), self.progress_bar and self._comm.is_main
         shown = bar_of_batches(iterator, self.default_name, sys.stdout) if is_shown else nullcontext(iterator)
         modes = [(module, module.training) for model in models for module in model.modules()]
         try:
@@ -210,13 +219,19 @@ class Evaluator(Extension):
                 for model in models:
                     model.eval()
                 if virtual_ranks is None:
-                    self._add_forwards(summary, batches, forward)
+                    self._add_forwards(summary, counted(batches), forward)
                 else:
-                    self._add_virtual_forwards(summary, batches, forward, virtual_ranks)
-                return summary.over_ranks(self._comm).compute_mean()
+                    self._add_virtual_forwards(summary, counted(batches), forward, virtual_ranks)
+                means = summary.over_ranks(self._comm).compute_mean()
         finally:
             for module, training in modes:
                 module.training = training
+        if not count and not means:  # on no rank
+            warn(
+                f"the evaluation {self.default_name!r} reports nothing, because its iterator gave no batch; check that "
+                "its data are not empty, and not fewer than a batch with drop_last"
+            )
+        return means
 
     def _add_forwards(self, summary: DictMeans, batches: Iterable[Any], forward: Any) -> None:
         """Evaluate batches, and add what is reported; an example that keeps this rank in step counts in no metric either."""

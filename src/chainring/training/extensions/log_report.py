@@ -52,8 +52,9 @@ class LogReport(Extension):
     """Averages every reported value over an interval, and writes a row when its trigger fires.
 
     In every iteration it reads the values that were reported before it runs. Means are weighted with the weights of the
-    updates; an iteration in which a key was not reported does not count for its mean. A row contains the means, then
-    ``epoch``, ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` contains
+    updates; an iteration in which a key was not reported does not count for its mean. A value that is no single number, such
+    as a vector, has no mean, of which there is a warning. A row contains the means, then ``epoch``, ``iteration`` and
+    ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` contains
     all rows as a JSON array. Values reported before training, such as those of an evaluation with
     ``invoke_before_training=True``, are a row of iteration 0. In the files, NaN and infinities are the strings ``"NaN"``,
     ``"Infinity"`` and ``"-Infinity"``. The last image, text and histogram of each key in an interval are stored with its
@@ -103,7 +104,7 @@ class LogReport(Extension):
         self.trigger = get_trigger(trigger)
         averaged = None if keys is None else key_list("keys", keys)
         self.watched_keys = [key for key in averaged or () if key not in COUNTERS]
-        self._means = IntervalMeans(averaged)
+        self._means = IntervalMeans(averaged, says=True)
         self._postprocess = postprocess
         self._filename = filename
         self._rows = _Rows(filename)
