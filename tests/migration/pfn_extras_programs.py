@@ -4,6 +4,7 @@ Each function from `intervals` on is one program; what it returns is written to 
 """
 
 import inspect
+import io
 import json
 import os
 import re
@@ -25,7 +26,7 @@ if IS_PFN_EXTRAS:
 
     make_extension = extension.make_extension
 else:
-    from chainring import DictSummary, Summary, report, training
+    from chainring import DictSummary, Reporter, Summary, report, training
     from chainring.training import extensions, make_extension, triggers
 
 
@@ -308,6 +309,73 @@ def differs_lazy_value():
 def differs_may_fire():
     """`trigger.may_fire(iteration, epoch_length)`."""
     return hasattr(triggers.IntervalTrigger, "may_fire")
+
+
+def differs_evaluate_alone():
+    """`evaluator.evaluate()` of an evaluator that nobody has named: the keys."""
+    run = Run(1)
+    settings = {"progress_bar": False} if IS_PFN_EXTRAS else {}
+    evaluator = extensions.Evaluator(data(), run.model, **settings)
+    outside = refused(lambda: sorted(evaluator.evaluate()))
+    with (library.reporting.Reporter() if IS_PFN_EXTRAS else Reporter()).scope({}):
+        inside = refused(lambda: sorted(evaluator.evaluate()))
+    return [outside, inside]
+
+
+def differs_name():
+    """`evaluator.name`: of a registered evaluator, in its evaluation."""
+    run, seen = Run(1), []
+    settings = {"progress_bar": False} if IS_PFN_EXTRAS else {}
+    evaluator = extensions.Evaluator(
+        data(), run.model, eval_hook=lambda each: seen.append(getattr(each, "name", "none")), **settings
+    )
+    run.extend(evaluator, name="val")
+    run.run()
+    return seen
+
+
+def differs_plot_report():
+    """`PlotReport.available()`."""
+    return refused(lambda: type(extensions.PlotReport.available()).__name__)
+
+
+def differs_once():
+    """`OnceTrigger`, asked before the first update."""
+    return triggers.OnceTrigger()(Run(1).trainer)
+
+
+def differs_print_report():
+    """`PrintReport()`: the titles of its table."""
+    run, out = Run(1), io.StringIO()
+    run.extend(extensions.LogReport())
+    run.extend(extensions.PrintReport(out=out))
+    run.run()
+    return [key for key in ("main/loss", "epoch", "iteration", "elapsed_time") if key in out.getvalue()]
+
+
+def differs_missing_value():
+    """`BestValue` and `MinValueTrigger` of a key that is not reported."""
+    ends = []
+    for extension, trigger in ((extensions.MinValue("no"), None), (lambda _: None, triggers.MinValueTrigger("no"))):
+        run = Run(1)
+        run.extend(extension, name="best", **({} if trigger is None else {"trigger": trigger}))
+        ends.append(refused(lambda run=run: run.run() or "ran"))
+    return ends
+
+
+def differs_plateau():
+    """`LRScheduler(ReduceLROnPlateau(...))` of a value that is not reported."""
+    run = Run(1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer)
+    settings = {} if IS_PFN_EXTRAS else {"monitor": "validation/main/loss"}
+    run.extend(extensions.LogReport())
+    run.extend(extensions.LRScheduler(plateau, **settings))
+    return refused(lambda: run.run() or "ran")
+
+
+def differs_mode():
+    """`EarlyStoppingTrigger(monitor="f1")` without a mode."""
+    return refused(lambda: triggers.EarlyStoppingTrigger(monitor="f1") and "made")
 
 
 def differs_snapshot_file():

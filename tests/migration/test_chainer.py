@@ -70,8 +70,13 @@ def test_a_line_of_the_page_does_the_same_in_both(program, results):
 
 DIFFERENCES = {  # the program: what it returns under Chainer, and under Chainring
     "array_of_another_shape": ([None, [2.0, 2.0, 2.0]], [None, [0.0, 0.0, 0.0]]),
+    "batches_of_workers": ("ndarray", "Tensor"),
     "batch_is_a_list": ([True, [1, 2, 3], "appended", [1, 2, 3]], [False, "AttributeError", "AttributeError", [1, 2]]),
     "batches_without_length": ("ran", "TypeError"),
+    "default_percentiles": (
+        ["max", "mean", "min", "percentile", "std", "zeros"],
+        ["max", "mean", "min", "std", "zeros"],
+    ),
     "device_of_a_converter": ([False], ["device"]),
     "end_of_a_line": (["one\n", 3, "one\n"], ["one", 2, "TypeError"]),
     "evaluate_alone": (["an error", ["target/loss"]], [["main/loss"], ["main/loss"]]),
@@ -86,7 +91,9 @@ DIFFERENCES = {  # the program: what it returns under Chainer, and under Chainri
     "nothing_concatenated": (0, "ValueError"),
     "observed_rate_of_adam": (0.000316, 0.001),
     "once_at_iteration_0": (True, False),
+    "one_file_in_a_list": ("str", "tuple"),
     "parallel_gradients": (2.0, 1.0),
+    "parameter_of_another_kind": (["loaded", "loaded"], ["RuntimeError", "RuntimeError"]),
     "patients": ("made", "TypeError"),
     "plot_report_name": (["made", True], ["TypeError", False]),
     "rate_after_autoload": ([0.1, 0.1, 0.05, 0.1, 0.025, 0.025], [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]),
@@ -94,8 +101,10 @@ DIFFERENCES = {  # the program: what it returns under Chainer, and under Chainri
     "several_examples": ([[2, 0], [12, 10]], [[2, 12], [0, 10]]),
     "shared_memory": (["made", "made"], ["TypeError", "TypeError"]),
     "silent_run": ("ran", "TypeError"),
+    "slashes_of_a_key": (["a/b/"], ["/a///b/"]),
     "statistics": (["made", "made", 0], ["TypeError", "TypeError", 5]),
     "stop_after_a_resume": ([6, 8], [6, 6]),
+    "unclear_mode": ("made", "ValueError"),
     "with_reporter": ("entered", "TypeError"),
 }
 

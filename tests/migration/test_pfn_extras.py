@@ -18,12 +18,23 @@ pytest.importorskip("pytorch_pfn_extras", reason="pytorch-pfn-extras is not inst
 
 DIFFERENCES = {  # the program: what it returns under pytorch-pfn-extras, and under Chainring
     "differs_check_grad": ("made", "TypeError"),
+    "differs_evaluate_alone": (["IndexError", "KeyError"], [["main/loss"], ["main/loss"]]),
     "differs_evaluation": (2.75, 2.0),
     "differs_lazy_value": ("reported", "TypeError"),
     "differs_log_format": ([["log.jsonl"], "{"], [["log.jsonl", "log.jsonl.jsonl"], "["]),
     "differs_may_fire": (True, False),
     "differs_micro_average": ([6], [2, 4, 6]),
+    "differs_missing_value": (["KeyError", "KeyError"], ["ran", "ran"]),
+    "differs_mode": ("made", "ValueError"),
+    "differs_name": (["val"], ["none"]),
     "differs_observe_lr": ("made", "TypeError"),
+    "differs_once": (True, False),
+    "differs_plateau": ("ValueError", "ran"),
+    "differs_plot_report": ("bool", "AttributeError"),
+    "differs_print_report": (
+        ["main/loss", "epoch", "elapsed_time"],
+        ["main/loss", "epoch", "iteration", "elapsed_time"],
+    ),
     "differs_scheduler": (["made", "made"], ["TypeError", "TypeError"]),
     "differs_snapshot_file": (False, True),
     "differs_writer": ("made", "TypeError"),

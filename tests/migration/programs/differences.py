@@ -196,6 +196,61 @@ def patients():
     return _refused(lambda: triggers.EarlyStoppingTrigger(patients=5) and "made")
 
 
+def unclear_mode():
+    """`EarlyStoppingTrigger(monitor="f1")` without a mode."""
+    return _refused(lambda: triggers.EarlyStoppingTrigger(monitor="f1") and "made")
+
+
+def one_file_in_a_list():
+    """`TextDataset(["a.txt"])`: the type of an example."""
+    with open("a.txt", "w") as file:
+        file.write("one\n")
+    return type(datasets.TextDataset(["a.txt"])[0]).__name__
+
+
+def batches_of_workers():
+    """`MultiprocessIterator.next()`: the kind of its examples."""
+    iterator = iterators.MultiprocessIterator([np.zeros(2, np.float32)] * 4, 2, shuffle=False, n_processes=1)
+    try:
+        return type(iterator.next()[0]).__name__
+    finally:
+        iterator.finalize()
+
+
+def default_percentiles():
+    """`ParameterStatistics(link)`: the statistics that it reports by default."""
+    model = Line()
+    return sorted(extensions.ParameterStatistics(model).default_statistics)
+
+
+def slashes_of_a_key():
+    """`serializer["/a/"]("/b/", value)`: the key under which it is saved."""
+    if IS_CHAINER:
+        from chainer.serializers import DictionarySerializer
+    else:
+        from chainring.serializers import DictionarySerializer
+    target = {}
+    DictionarySerializer(target)["/a/"]("/b/", 1)
+    return list(target)
+
+
+def parameter_of_another_kind():
+    """`load_npz` into a parameter of another dtype, and of another shape."""
+
+    class One:
+        def __init__(self, array):
+            self.array = array
+
+        def serialize(self, serializer):
+            serializer("w", self.array)
+
+    results = []
+    for array in (np.ones((2, 1)), np.ones((1, 1), np.float32)):
+        serializers.save_npz("one.npz", One(array))
+        results.append(_refused(lambda: serializers.load_npz("one.npz", Line()) or "loaded"))
+    return results
+
+
 def with_reporter():
     """`with reporter:`."""
 
