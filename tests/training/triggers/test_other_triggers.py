@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from counting import CountingUpdater, DataUpdater, Fires, UncountedUpdater, a_trainer, answers, fires_in_run, pattern
 
+from chainring import report
 from chainring.training import triggers
 
 SCHEDULES = [  # iterations an epoch, points, unit, answers in iterations 1 to 7
@@ -265,3 +266,32 @@ def test_a_time_that_is_not_above_zero_is_refused(period, error):
     """The error is raised at construction and shows the value."""
     with pytest.raises(error, match=f"got '?{period}"):
         triggers.TimeTrigger(period)
+
+
+STOPS = {  # a stop trigger, every so many iterations, and the iterations of the calls
+    "a length in iterations": (lambda: (7, "iteration"), (3, "iteration"), [3, 6, 7]),
+    "a length that is a multiple": (lambda: (6, "iteration"), (3, "iteration"), [3, 6]),
+    "a length in epochs": (lambda: (2, "epoch"), (4, "iteration"), [4, 6]),
+    "an interval in epochs": (lambda: (7, "iteration"), (1, "epoch"), [3, 6, 7]),
+    "a function": (lambda: lambda trainer: trainer.updater.iteration >= 5, (3, "iteration"), [3, 5]),
+    "early stopping": (
+        lambda: triggers.EarlyStoppingTrigger((1, "iteration"), "loss", 4, max_trigger=None),
+        (3, "iteration"),
+        [3, 5],
+    ),
+}
+
+
+class Constant(CountingUpdater):
+    def update_core(self):
+        report({"loss": 1.0})
+
+
+@pytest.mark.parametrize(("stop", "period", "expected"), STOPS.values(), ids=STOPS)
+def test_an_interval_or_the_stop_trigger_fires_every_so_often_and_at_the_end(tmp_path, stop, period, expected):
+    """The stop trigger is asked twice in an iteration, and answers alike."""
+    fires, every = Fires(), triggers.IntervalTrigger(*period)
+    trainer = a_trainer(tmp_path, Constant(3), stop())
+    trainer.extend(fires, trigger=lambda trainer: every(trainer) or trainer.stop_trigger(trainer))
+    trainer.run()
+    assert fires.iterations == expected
