@@ -78,7 +78,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.* is not averaged.* complex")
+@pytest.mark.filterwarnings("ignore:.* is not averaged.*complex")
 @pytest.mark.parametrize("reader", [None, looks_at_one], ids=["nobody looks", "an extension looks"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_log_is_that_of_values_reported_one_by_one(kind, reader, tmp_path):
@@ -98,7 +98,7 @@ def test_a_log_of_one_of_the_keys_has_its_mean(tmp_path):
     assert all("main/k7" in row and "main/k8" not in row for row in together)
 
 
-@pytest.mark.filterwarnings("ignore:.* is not averaged.* complex")
+@pytest.mark.filterwarnings("ignore:.* is not averaged.*complex")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_observation_is_a_plain_dictionary_of_numbers(kind, tmp_path):
     """Of the same keys, in the same order, and of the same dtypes as if each had been reported alone."""
