@@ -258,8 +258,8 @@ WARNED = {
     ),
     "a stop trigger that watches a misspelled key": Wrong(
         STOP,
-        'triggers.EarlyStoppingTrigger(monitor="main/los", max_trigger=(2, "epoch"))',
-        "'main/los' was not reported",
+        'triggers.EarlyStoppingTrigger(monitor="mian/loss", max_trigger=(2, "epoch"))',
+        "'mian/loss' was not reported",
         "check the key",
     ),
     "data that end": Wrong(

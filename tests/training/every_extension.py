@@ -146,7 +146,7 @@ TRIGGERS = {
     "BestValueTrigger": firing(lambda: triggers.BestValueTrigger("main/loss", lambda best, new: new < 0.95 * best, OFTEN)),
     "EarlyStoppingTrigger": firing(lambda: triggers.EarlyStoppingTrigger(OFTEN, "main/loss", 1, max_trigger=None)),
     "EarlyStoppingTrigger: of the run": {
-        "stop": lambda: triggers.EarlyStoppingTrigger(OFTEN, "main/draw", 1, max_trigger=(LENGTH, "iteration"))
+        "stop": lambda: triggers.EarlyStoppingTrigger(OFTEN, "main/draw", 1, "min", max_trigger=(LENGTH, "iteration"))
     },
     "IntervalTrigger": firing(lambda: triggers.IntervalTrigger(0.3, "epoch")),
     "ManualScheduleTrigger": firing(lambda: triggers.ManualScheduleTrigger([0.5, 2, 2.1], "epoch")),

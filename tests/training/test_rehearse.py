@@ -149,7 +149,7 @@ def test_a_missing_key_does_not_hide_state_that_is_not_saved(tmp_path, watcher):
         def __call__(self, trainer):
             self.calls += 1
 
-    stops = training.triggers.EarlyStoppingTrigger(monitor="main/los")
+    stops = training.triggers.EarlyStoppingTrigger(monitor="main/los", mode="min")
     trainer, *_ = resume_program.build(str(tmp_path), stop=stops if watcher == "a stop trigger" else None)
     trainer.extend(Counting())
     if watcher == "an extension":
