@@ -609,7 +609,14 @@ def weighted_mean(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     total = sum(weight for _, weight in pairs)
     if not isinstance(total, Tensor) and total == 0:  # nothing counts: a plain mean, which weighs nothing later
         return sum(value for value, _ in pairs) / len(pairs), total
-    return sum(value * weight for value, weight in pairs) / total, total
+    return sum(_product(value, weight) for value, weight in pairs) / total, total
+
+
+def _product(value: Any, weight: Any) -> Any:
+    """Return a value times its weight; 0 for a weight of 0, also of a value that is not finite."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0, value * weight)
+    return value * weight if weight else 0
 
 
 def merge_observations(observations: Sequence[dict[str, Any]], weights: Sequence[Any], device: Any) -> dict[str, Any]:

@@ -56,6 +56,9 @@ class LRScheduler(Extension):
     since the saved run is kept, and printed. If the script has changed the learning rate of the optimizer, the saved rate
     is scaled by the ratio of the two.
 
+    It steps when its trigger fires, and triggers count updates: also one whose step the loss scaler of ``"fp16"`` has
+    skipped, or that had weight 0.
+
     ``ReduceLROnPlateau`` steps by a reported value: its weighted mean since the last step. If it was not reported, there
     is no step, and one warning; there is one too if its mode is ``"min"`` and the key an accuracy.
 

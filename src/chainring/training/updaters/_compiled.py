@@ -17,7 +17,7 @@ from chainring.datasets._batches import Uncounted, require_count
 from chainring.reporting.reporter import current
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
 from chainring.training.updaters._arguments import check_loss
-from chainring.training.updaters._update import arguments, clear_gradients, loss_and_weight, step_optimizer
+from chainring.training.updaters._update import arguments, clear_gradients, is_on_host, loss_and_weight
 from chainring.training.updaters.callbacks import list_parameters, run
 
 if TYPE_CHECKING:
@@ -95,11 +95,12 @@ class Compiled:
         weight, gradients = results
         if not fills:
             _add_gradients(self._parameters, gradients)
-        for optimizer in self._optimizers:
-            if steps:
+        update.weight, update.is_empty = weight, weight is not None and self._scheme.is_empty(weight)
+        if steps and (weight is None or not is_on_host(weight)):
+            for optimizer in self._optimizers:
                 vars(optimizer)["_opt_called"] = True  # as its step records for the schedulers of torch
-            else:
-                step_optimizer(optimizer)
+        else:
+            update.step(list(self._scheme.optimizers))
         if captures:  # the next run of a captured graph overwrites its outputs
             weight = _clone(weight)
             if (reporter := current.reporter) is not None:
@@ -150,10 +151,12 @@ class Compiled:
         if self._gradients.is_eager:
             return None
         loss, weight, gradients = results
-        _add_gradients(self._parameters, gradients)
         update.context.loss = loss
         update.has_loss_weight = update.has_loss_weight or weight is not None
         update.weight = require_count(update.examples) if weight is None or examples == 0 else weight
+        update.is_empty = is_on_host(update.weight) and bool(update.weight == 0)
+        if not update.is_empty:
+            _add_gradients(self._parameters, gradients)
         update.weights.setdefault(update.context.micro_step, update.weight)
         run(scheme.updater.callbacks.backward_on_finish, update.context)
         return loss
@@ -273,7 +276,7 @@ def _update(
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
         assert parameter.grad is not None  # see run_update
         parameter.grad.copy_(gradient)
-    with torch.no_grad():
-        for optimizer in optimizers if steps else ():
+    with torch.no_grad():  # a weight that may be 0 is looked at before a step
+        for optimizer in optimizers if steps and (weight is None or not is_on_host(weight)) else ():
             inspect.unwrap(type(optimizer).step)(optimizer)  # without the record of the profiler
     return weight, None

@@ -50,10 +50,10 @@ class WeightedMean:
         if self._comm is None or not update.is_last or callbacks.backward_on_finish or callbacks.comm_on_start:
             return nullcontext()
         update.sent = total = RankSum(self._comm, list_trained(update.scheme.optimizers.values()))
-        return total.sending()
+        return total.sending(waits=update.is_empty)
 
-    def finish(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> None:
-        """Make the gradients of optimizers means over all that has been weighed."""
+    def finish(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Make the gradients of optimizers means over all that has been weighed; return those of which anything counts."""
         callbacks, watch = update.scheme.updater.callbacks, update.scheme.exchange_watch
         if self._comm is not None:
             if watch is not None:
@@ -62,8 +62,12 @@ class WeightedMean:
         totals = self._sum(update, names, optimizers)
         if self._comm is not None:
             run(callbacks.comm_on_finish, update.context)
-        update.total_weight = totals[0]
+        update.total_weight, counting = totals[0], []
+        may_be_empty = update.is_empty or type(update.weight) is not int  # else this rank alone has a weight
         for optimizer, total in zip(optimizers, totals, strict=True):
+            if may_be_empty and self._scheme.is_empty(total):
+                continue
+            counting.append(optimizer)
             if isinstance(total, Tensor) and not total.is_floating_point():
                 total = total.to(torch.float32 if total.device.type == "mps" else torch.float64)
             factor = self.reference / total
@@ -72,6 +76,7 @@ class WeightedMean:
                 for parameter in list_parameters([optimizer]):
                     if parameter.grad is not None:
                         to_local(parameter.grad).mul_(factor * size if id(parameter) in self._exchanged else factor)
+        return counting
 
     def _sum(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> Sequence[Any]:
         """Sum the gradients of optimizers over micro-batches and ranks, and return the sum of the weights of each.
@@ -129,8 +134,8 @@ class BucketedSum:
         self._sent: dict[int, tuple[Tensor, int]] = {}  # in the backward: gradients by position, each with its version
 
     @contextmanager
-    def sending(self) -> Generator[None]:
-        """Return the context of the backward in which gradients are sent."""
+    def sending(self, waits: bool = False) -> Generator[None]:
+        """Return the context of the backward in which gradients are sent; this rank may have none and send after it."""
         self._sends = True
         bucket_of = {id(self.parameters[i]): number for number, bucket in enumerate(self.buckets) for i in bucket}
         missing = list(map(len, self.buckets))
@@ -141,7 +146,7 @@ class BucketedSum:
                 pass
 
         # Registered last, so that they come after hooks of the user's.
-        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in self.parameters]
+        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in self.parameters if not waits]
         try:
             yield
         finally:

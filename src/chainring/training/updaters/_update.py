@@ -18,6 +18,7 @@ from chainring._distributed.communicator import Communicator
 from chainring._distributed.progress import note_iteration
 from chainring._distributed.sharding import is_sharded, to_full, to_local
 from chainring._hints import PRECISIONS
+from chainring._messages import info
 from chainring._progress import raise_unless_end
 from chainring.datasets._batches import require_count
 from chainring.reporting._metrics import is_metric, list_metrics, uncounted
@@ -60,6 +61,8 @@ class Scheme:
     steps_by_closure: bool = False  # the default update hands closures to the optimizers
     spans_batches: bool = field(init=False)  # an update may take several batches
     stashes: bool = field(init=False)  # gradients are set aside until the last micro-batch: an update_core may add others
+    has_said_empty: bool = False  # that an update had the weight 0
+    had_empty: Tensor | None = None  # on an accelerator, whether an update had, in which optimizers have stepped
     ends_with_epoch: bool = field(init=False)  # an update ends early at the end of an epoch, with fewer micro-batches
     reported_weights: dict[str, Any] = field(default_factory=dict)  # of values of earlier batches of the last update
     update: Update = field(init=False)  # the running one; with virtual ranks, that of the part which is being computed
@@ -70,6 +73,22 @@ class Scheme:
         self.spans_batches = self.has_own_core or accumulates
         self.stashes = self.has_own_core and accumulates
         self.ends_with_epoch = accumulates and not self.updater.accumulate_across_epochs
+
+    def is_empty(self, total: Any) -> bool:
+        """Return True if the weight of an update is 0; on an accelerator, which is not waited for, only note it."""
+        if is_on_host(total):
+            return bool(total == 0)
+        self.had_empty = total == 0 if self.had_empty is None else self.had_empty | (total == 0)
+        return False
+
+    def check_weights(self) -> None:
+        """Refuse what updates of weight 0 have made of the parameters."""
+        if self.had_empty is not None and bool(self.had_empty):
+            raise RuntimeError(
+                "an update had weight 0, so that no optimizer should have stepped, but its weight was on an accelerator, "
+                "from which none is read. Resume from the last snapshot with a number of the host as the weight, such as "
+                "int(mask.sum()), for which the accelerator is waited for"
+            )
 
 
 @dataclass(slots=True)
@@ -83,6 +102,7 @@ class Update:
     is_last: bool = True  # optimizers step in this micro-batch
     weights: dict[int, Any] = field(default_factory=dict)  # by micro-batch, that of its first backward
     weight: Any = None  # of the last backward; None before the first of a micro-batch
+    is_empty: bool = False  # that weight is 0, as far as this is known without waiting for a device
     has_loss_weight: bool = False  # a loss came with a weight
     totals: dict[str, Any] = field(default_factory=dict)  # for each optimizer that waits, the sum of the weights
     deferred: list[str] = field(default_factory=list)  # optimizers that step in the last micro-batch
@@ -223,8 +243,10 @@ class Update:
                 self.part.whole.meet(self.part, names)
                 return
         optimizers = list(map(scheme.optimizers.__getitem__, names))
-        if scheme.mean is not None or scaler is not None or callbacks.update_on_start:
-            self.finish_gradients(names, optimizers)
+        if scheme.mean is not None or scaler is not None or callbacks.update_on_start or self.is_empty:
+            optimizers = self.finish_gradients(names, optimizers)
+            if not optimizers:
+                return
         step, watch = step_optimizer if scaler is None else scaler.step, scheme.exchange_watch
         if watch is not None:
             watch.is_stepping = True
@@ -259,11 +281,25 @@ class Update:
         for name in names if self.scheme.stashes else ():
             stash(self.scheme.optimizers[name], self.stashed, self.scheme.wrapped.in_buckets)
 
-    def finish_gradients(self, names: list[str], optimizers: list[Optimizer]) -> None:
-        """Make gradients final: means over micro-batches and ranks, unscaled, and as ``update_on_start`` leaves them."""
+    def finish_gradients(self, names: list[str], optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Make gradients final: means over micro-batches and ranks, unscaled, and as ``update_on_start`` leaves them.
+
+        Return the optimizers that step: not those of whose gradients nothing counts.
+        """
         scheme, callbacks = self.scheme, self.scheme.updater.callbacks
+        given = optimizers
         if scheme.mean is not None:
-            scheme.mean.finish(self, names, optimizers)
+            optimizers = scheme.mean.finish(self, names, optimizers)
+        elif self.is_empty:
+            optimizers = []
+        if len(optimizers) < len(given) and not scheme.has_said_empty:
+            scheme.has_said_empty = True
+            info(
+                f"update {scheme.updater.iteration + 1} has weight 0, so nothing in it counts: its optimizers do not step. "
+                "For triggers it is an update like any other; this is said once"
+            )
+        if not optimizers:
+            return []
         if scheme.model_watch is not None:
             scheme.model_watch.check(scheme.updater.iteration, self.context.loss, optimizers)
         if scheme.precision.scaler is not None:
@@ -274,6 +310,7 @@ class Update:
             is_alone = len(optimizers) == len(scheme.optimizers)
             with nullcontext() if is_alone else only_gradients_of(optimizers, scheme.optimizers.values()):
                 run(callbacks.update_on_start, self.context)
+        return optimizers
 
     def finish(self) -> None:
         """Conclude an update that averages gradients or scales its loss: the loss scale, checks between ranks, buffers."""
@@ -289,6 +326,15 @@ class Update:
             comm.broadcast(buffers)
         if comm.world.size > 1:
             note_iteration(scheme.updater.iteration + 1)
+
+
+def is_on_host(weight: Any) -> bool:
+    """Return True for a weight that can be read without waiting for a device."""
+    return not isinstance(weight, Tensor) or weight.is_cpu
+
+
+class _Empty(Exception):  # noqa: N818 - it ends a step whose closures count nothing, and is not an error
+    pass
 
 
 class ClosureStep:
@@ -321,9 +367,13 @@ class ClosureStep:
             update.finish_gradients([self._name], [self._optimizer])
         if watch is not None:
             watch.is_stepping = True
-        self._optimizer.step(self._evaluate)
-        if watch is not None:
-            watch.is_stepping = False
+        try:
+            self._optimizer.step(self._evaluate)
+        except _Empty:
+            return
+        finally:
+            if watch is not None:
+                watch.is_stepping = False
         run(update.scheme.updater.callbacks.update_on_finish, update.context)
         update.stepped.append(self._optimizer)
 
@@ -338,7 +388,8 @@ class ClosureStep:
         with torch.enable_grad(), only_gradients_of([self._optimizer], optimizers.values()):
             losses = [self._call(is_first, *evaluation) for evaluation in self._evaluations]
             with nullcontext() if is_first or current_observation() is None else report_scope({}):
-                update.finish_gradients([self._name], [self._optimizer])
+                if not update.finish_gradients([self._name], [self._optimizer]):
+                    raise _Empty
         update.context, update.examples, update.weight = before
         return self._mean(losses)
 

@@ -299,7 +299,7 @@ class VirtualUpdate:
         if ranks.sharded:
             return ranks.sharded.backward()
         is_final = update.is_last and not self._scheme.updater.callbacks.backward_on_finish and not ranks.may_continue
-        is_last = is_final and part is self._parts[-1] and part.rows
+        is_last = is_final and part is self._parts[-1] and part.rows and not update.is_empty
         if not is_last or not ranks.overlaps or ranks.comm.size == 1:
             return nullcontext()
         self._sending = self._start_exchange(0, list_trained(self._scheme.optimizers.values()))

@@ -267,7 +267,8 @@ class Agreement:
             numbers = [*sums, *(value for value, _ in pairs), *(weight for _, weight in pairs)]
             vector = self._stack([is_new, *(numbers if part.rows else [0] * len(numbers))])
             start = 1 + len(sums)
-            vector[start : start + len(keys)] *= vector[start + len(keys) :]
+            values, weights = vector[start : start + len(keys)], vector[start + len(keys) :]
+            values.copy_(torch.where(weights == 0, 0, values * weights))  # also of a value that is not finite
             total.add([vector])
         wait = total.start_gather(self._comm)
 

@@ -149,7 +149,7 @@ class ParallelUpdater(StandardUpdater):
         with torch.no_grad():  # the gradients of the replicas are added to those of the main model
             for target, *sources in zip(*(unwrap(replica.model).parameters() for replica in replicas), strict=True):
                 for source in sources:
-                    if target is not source and source.grad is not None:
+                    if target is not source and source.grad is not None and not self._scheme.update.is_empty:
                         gradient = source.grad.to(target.device)
                         target.grad = gradient if target.grad is None else target.grad.add_(gradient)
                         source.grad = None

@@ -17,6 +17,7 @@ from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.group import GroupCommunicator
 from chainring._distributed.sharding import is_sharded, to_full
 from chainring._hints import UPDATER_KEYWORDS, hinting
+from chainring._messages import warn
 from chainring._progress import raise_unless_end
 from chainring.converters import Converter, Device, concat_examples
 from chainring.datasets._batches import Batch, Uncounted, count_examples, require_count
@@ -37,7 +38,7 @@ from chainring.training.updaters._arguments import (
     needs_closure,
 )
 from chainring.training.updaters._carried import check_carried
-from chainring.training.updaters._means import WeightedMean
+from chainring.training.updaters._means import WeightedMean, only_gradients_of
 from chainring.training.updaters._ranks import (
     ExchangeWatch,
     ModelRanksWatch,
@@ -53,6 +54,7 @@ from chainring.training.updaters._update import (
     Update,
     clear_gradients,
     compute_loss,
+    is_on_host,
     run_backward,
 )
 from chainring.training.updaters.base import Updater
@@ -88,7 +90,8 @@ class StandardUpdater(Updater):
 
     The micro-batches of an update, and those of other ranks, are averaged by weight: the number of examples, or what the
     loss returns as ``"weight"`` beside ``"loss"``. So k micro-batches of b examples are equivalent to one batch of k * b
-    examples.
+    examples. A micro-batch of weight 0 adds nothing, even if its loss is NaN; in an update of nothing else no optimizer
+    steps, and the update counts. A weight on an accelerator is not read; see the page on several processes.
 
     Args:
         iterator: the iterator that returns batches; a ``DataLoader`` or another iterable of batches is wrapped. Like
@@ -303,6 +306,14 @@ class StandardUpdater(Updater):
             self.previous_epoch_detail, self.is_new_epoch = epoch_detail, getattr(main, "epoch", 0) != update.epoch
         self.iteration += 1
 
+    def finalize(self) -> None:
+        """Release the iterators; warn of an update of weight 0 on an accelerator since the last snapshot."""
+        super().finalize()
+        try:
+            self._scheme.check_weights()
+        except RuntimeError as error:
+            warn(str(error))
+
     # --- the stages of a micro-batch, for `update_core` ---
 
     def update_core(self) -> None:
@@ -413,6 +424,11 @@ class StandardUpdater(Updater):
         elif weight is None:
             weight = update.examples
         update.weight = weight
+        if type(weight) is int:
+            is_empty = weight == 0
+        else:  # on an accelerator, what is looked at is the sum over micro-batches and ranks
+            is_empty = (scheme.mean is None or is_on_host(weight)) and scheme.is_empty(weight)
+        update.is_empty = is_empty
         update.weights.setdefault(update.context.micro_step, weight)
         for optimizer in update.stepped:
             clear_gradients(optimizer)
@@ -424,8 +440,14 @@ class StandardUpdater(Updater):
             loss = scheme.mean.weigh(loss, weight)
         if scheme.precision.scaler is not None:
             loss = scheme.precision.scaler.scale(loss)
-        if scheme.mean is not None and scheme.mean.sends:
-            with scheme.mean.sending(update):
+        sending = scheme.mean.sending(update) if scheme.mean is not None and scheme.mean.sends else None
+        if is_empty and (scheme.virtual is not None or not scheme.wrapped.parameters):
+            # Gradients of weight 0 are dropped, since those of a loss of NaN are NaN; but not what DDP and fully_shard
+            # exchange in this backward, with what was added before.
+            with only_gradients_of([], scheme.optimizers.values()), sending or nullcontext():
+                run_backward(loss, retain_graph)
+        elif sending is not None:
+            with sending:
                 run_backward(loss, retain_graph)
         else:
             run_backward(loss, retain_graph)
@@ -521,6 +543,8 @@ class StandardUpdater(Updater):
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
         scheme, loads = self._scheme, not isinstance(serializer, Serializer)
+        if not loads:
+            scheme.check_weights()
         span = serializer("span", [self.previous_epoch_detail, self.is_new_epoch])
         if loads and scheme.spans_batches:
             self.previous_epoch_detail, self.is_new_epoch = span
