@@ -45,6 +45,37 @@ def test_one_part_becomes_one_tensor(batch, values, dtype):
     assert same(concat_examples(batch), values, dtype)
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [1.5, 2.5],
+        [1, 2.5],
+        [[0.5], [1.5]],
+        [(0.1, 1), (0.2, 2)],
+        [{"x": 0.1}, {"x": 0.2}],
+        [[[0.1]], [[0.2]]],
+        [1, np.float32(0.5)],
+    ],
+)
+def test_python_floats_get_the_precision_of_torchs_default(batch):
+    """Those of a default of float64 are float64, as torch.tensor makes them; of 16 bits they keep float32."""
+    before = torch.get_default_dtype()
+    try:
+        for default, expected in {torch.float64: torch.float64, torch.bfloat16: torch.float32}.items():
+            torch.set_default_dtype(default)
+            joined = concat_examples(batch)
+            first = joined[0] if isinstance(joined, tuple) else joined["x"] if isinstance(joined, dict) else joined
+            value = batch[0]
+            while isinstance(value, (list, tuple, dict)):
+                value = value["x"] if isinstance(value, dict) else value[0]
+            assert first.dtype == expected
+            assert first.flatten()[0] == torch.tensor(value, dtype=expected)
+        padded = concat_examples([[1, 2], [0.1]], padding=0)
+        assert padded.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_tuples_give_a_tuple_of_tensors():
     """Each element of the tuple is stacked by itself."""
     x, t = concat_examples([(np.zeros(2, np.float32), 1), (np.ones(2, np.float32), 2)])

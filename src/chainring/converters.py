@@ -26,9 +26,9 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
     """Stack the examples of a batch into tensors with a new first dimension.
 
     The first example decides the structure: tuples give a tuple of tensors, mappings a dict, anything else one tensor
-    (a list is the data of an array). Python floats become float32, integers int64, booleans bool; arrays and
-    tensors keep their dtype. A batch that already holds columns is passed through: a `Batch` of them, a mapping, a
-    dataclass, or a tuple with an array in it.
+    (a list is the data of an array). Python floats become float32, or float64 if that is torch's default dtype, integers
+    int64, booleans bool; arrays and tensors keep their dtype. A batch that already holds columns is passed through: a
+    `Batch` of them, a mapping, a dataclass, or a tuple with an array in it.
 
     Args:
         batch: a list of examples, all of the same structure.
@@ -232,10 +232,10 @@ def _collate(values: Sequence[Any], padding: Padding, path: str) -> Any:
         _require_all(values, lambda value: isinstance(value, Mapping) and set(value) == key_set, rule, path)
         paddings = _split_padding(padding, keys, Mapping, path)
         return {key: _collate([value[key] for value in values], paddings[key], f"{key!r} of {path}") for key in keys}
-    if type(first) in (float, int, bool):  # to a dtype that holds all: float32, else int64, else bool
+    if type(first) in (float, int, bool):  # to a dtype that holds all: of floats, else int64, else bool
         _require_all(values, lambda value: isinstance(value, (float, int, np.number, np.bool_)), "a number", path)
         if any(isinstance(value, (float, np.floating)) for value in values):
-            return torch.tensor(values, dtype=torch.float32)
+            return torch.tensor(values, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
         is_bool = all(isinstance(value, (bool, np.bool_)) for value in values)
         return torch.tensor(values, dtype=torch.bool if is_bool else torch.int64)
     _require_all(values, lambda value: not isinstance(value, (tuple, Mapping)), "an array", path)
@@ -291,7 +291,8 @@ def _to_array(value: Any, path: str, index: int) -> Any:
             "turn it into numbers in the dataset (TransformDataset), or pass a converter= of your own"
         )
     if isinstance(value, list):  # Python numbers, which become what torch makes of them
-        array = array.astype({"f": np.float32, "i": np.int64}.get(array.dtype.kind, array.dtype))
+        floats = np.float64 if torch.get_default_dtype() == torch.float64 else np.float32
+        array = array.astype({"f": floats, "i": np.int64}.get(array.dtype.kind, array.dtype))
     return array
 
 

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Iterator as PythonIterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -78,6 +78,7 @@ class BatchDataset(Dataset[Any]):
     seeds_examples: bool
     converter: Callable[..., Any] | None
     status: SharedStatus | None = None
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # that of Python floats, also in a new process
 
     def __getitem__(self, task: Task) -> _PickledResult:
         generation, segments = task
@@ -85,6 +86,7 @@ class BatchDataset(Dataset[Any]):
         status: Any = self.status
         index: int | None = None
         order = segments[0][0][1]
+        torch.set_default_dtype(self.dtype)
         try:
             examples = []
             for (seed, order), indices in segments:
