@@ -15,6 +15,8 @@ from chainring.training import StandardUpdater, Trainer, extensions
 
 sys.path.append(str(Path(__file__).parents[1] / "training" / "updaters"))
 
+from toys import same_regression
+
 from rank_pair import on_two_ranks
 
 ROWS = 22
@@ -57,6 +59,68 @@ def train(comm, out):
     trainer.extend(extensions.Evaluator(LoaderIterator(Cut(comm.rank), per_rank=True), updater.get_model("main")))
     trainer.run()
     return parameters(updater), updater.iteration, updater.epoch, losses(trainer)
+
+
+UNEVEN = {
+    "9 and 7": ((9, 7), {}),
+    "one and many": ((1, 15), {}),
+    "in parts": ((9, 7), {"accumulate": 2}),
+    "a loader without a batch size": ((9, None), {}),
+    "an update_core": ((9, 7), {"kind": "own"}),
+    "twice as many": ((4, 8), {"accumulate": 3}),
+    "alike": ((8, 8), {}),
+}
+
+
+def uneven_loader(rank, batch_size):
+    """The rows of a rank in batches of a size of its own, or in batches that a sampler makes, of two."""
+    rows = torch.arange(rank * 24, rank * 24 + 24)
+    data = TensorDataset(torch.stack([rows % 5, rows % 7, rows % 3], 1).double(), (rows % 4)[:, None].double())
+    if batch_size is None:
+        return DataLoader(data, batch_sampler=[[i, i + 1] for i in range(0, 24, 2)])
+    return DataLoader(data, batch_size=batch_size)
+
+
+def train_uneven(comm, cases):
+    found = []
+    for sizes, settings in cases:
+        settings = dict(settings)
+        kind = OwnUpdate if settings.pop("kind", None) else StandardUpdater
+        iterator = LoaderIterator(uneven_loader(comm.rank, sizes[comm.rank]), per_rank=True)
+        iterator.comm = comm
+        iterator.share(comm.rank, comm.size)
+        model = same_regression()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        updater = kind(iterator, optimizer, model, comm=comm, **settings)
+        updater.start()
+        for _ in range(2):
+            updater.update()
+        found.append((parameters(updater), iterator.batch_size))
+    return found
+
+
+class OwnUpdate(StandardUpdater):
+    def update_core(self):
+        self.backward(self.get_model("main")(*self.next_batch()))
+        self.step()
+
+
+def test_ranks_whose_batches_have_different_sizes_keep_the_same_parameters():
+    """They are those of one process on the batches of both ranks; the weight of a full update is one for all ranks."""
+    first, second = on_two_ranks(train_uneven, list(UNEVEN.values()))
+    assert first == second
+    for (sizes, settings), (values, _) in zip(UNEVEN.values(), first, strict=True):
+        count, model = settings.get("accumulate", 1), same_regression()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        passes = [list(uneven_loader(rank, size)) for rank, size in enumerate(sizes)]
+        for first_batch in (0, count):  # of a rank that has no more batches in this pass, nothing counts
+            batches = [batch for batches in passes for batch in batches[first_batch : first_batch + count]]
+            x, t = map(torch.cat, zip(*batches, strict=True))
+            optimizer.zero_grad()
+            model(x, t).backward()
+            optimizer.step()
+        expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(torch.tensor(values, dtype=torch.float64), expected, rtol=1e-10, atol=1e-12)
 
 
 def losses(trainer):

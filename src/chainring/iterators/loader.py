@@ -224,10 +224,12 @@ class LoaderIterator(Iterator):
     def share(self, rank: int, size: int) -> None:
         super().share(rank, size)
         if self.per_rank and size > 1:
-            self.batch_size = size * (getattr(self.loader, "batch_size", None) or 1)
-            lengths = [None] if self.comm is None else self.comm.gather_object(self._source.length)
+            own = getattr(self.loader, "batch_size", None) or 1, self._source.length
+            of_ranks = [own] * size if self.comm is None else self.comm.gather_object(own)
+            batch_sizes, lengths = zip(*of_ranks, strict=True)
+            self.batch_size = sum(batch_sizes)  # the same on all ranks, whose gradients are weighed by it
             # Passes are as long as the longest share.
-            self._passes.length = None if None in lengths else max(lengths)
+            self._passes.length = None if self.comm is None or None in lengths else max(lengths)
 
     def batch_end(self) -> Any:
         """Return a digest of what lies on the host of the batches since the last `mark`, whole where ranks share them."""
