@@ -122,3 +122,55 @@ def train(updater):
 def train_on_rank(comm, runs):
     """What becomes of each of some runs, given as the class, whether DDP wraps the model, and settings."""
     return [train(make(kind, wraps, comm, **settings)) for kind, wraps, settings in runs]
+
+
+class Gathered(torch.nn.Module):
+    """Looks rows up by a function, in a way of which no layer tells."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.table, self.way = torch.nn.Parameter(torch.ones(12, 2)), way
+
+    def forward(self, indices):
+        if self.way == "gather":
+            return torch.gather(self.table, 0, indices[:, None].expand(-1, 2), sparse_grad=True)
+        return torch.nn.functional.embedding(indices, self.table, sparse=True)
+
+
+class Table(torch.nn.Embedding):
+    """A class of the user's."""
+
+
+def sparse_model(kind):
+    """A model with sparse gradients."""
+    nn = torch.nn
+    table = nn.Embedding(12, 2, sparse=True)
+    if kind == "a bag":
+        return nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.EmbeddingBag(12, 2, sparse=True))
+    return {
+        "a layer": lambda: table,
+        "within": lambda: nn.Sequential(nn.Sequential(table), nn.Linear(2, 1)),
+        "DDP": lambda: DistributedDataParallel(table),
+        "a class": lambda: Table(12, 2, sparse=True),
+    }.get(kind, lambda: Gathered(kind))()
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def train_sparse(comm, cases):
+    """The error of each, and whether the updater could be made."""
+    found = []
+    for kind, name, settings in cases:
+        model, updater = sparse_model(kind), None
+        iterator = SerialIterator(list(range(12)), 4, shuffle=False)
+        iterator.share(comm.rank, comm.size)
+        try:
+            optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+            updater = StandardUpdater(iterator, optimizer, model, loss_func=mean_square, comm=comm, **settings)
+            updater.start()
+            updater.update()
+        except (TypeError, ValueError) as error:
+            found.append((type(error).__name__, str(error), updater is None))
+    return found

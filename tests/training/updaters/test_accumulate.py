@@ -1,12 +1,14 @@
 """accumulate=k is one batch k times as large: parameters, reports, epochs."""
 
+import copy
+
 import pytest
 import torch
 from toys import Regression, assert_close, observed_update, parameters_of, regression_data, updater_of
 
 from chainring import DictSummary, report
 from chainring.iterators import SerialIterator
-from chainring.training import StandardUpdater, UpdateCallbacks
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm
 
 
 def pair(small, accumulate, **settings):
@@ -182,3 +184,66 @@ def test_one_iterable_of_batches_accumulates_as_the_iterator_does():
 def _fresh():
     twin = updater_of(6)
     return twin.get_optimizer("main"), twin.get_model("main")
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 2), (1, 3, 1), (2, 1, 3), (2, 4, 1), (3, 1, 1), (1, 1, 4)])
+@pytest.mark.parametrize("form", ["plain", "own", "clipped", "bf16", "ends with the epoch"])
+def test_accumulate_holds_from_the_next_update_on_after_it_is_set(form, counts):
+    """As an attribute of the updater, between two updates: each is one on a batch so many times as large."""
+
+    class Own(StandardUpdater):
+        def update_core(self):
+            self.backward(self.get_model("main")(*self.next_batch()))
+            self.step()
+
+    settings = {
+        "own": {"kind": Own},
+        "clipped": {"callbacks": UpdateCallbacks(update_on_start=clip_grad_norm(0.1))},
+        "bf16": {"precision": "bf16"},
+        "ends with the epoch": {"accumulate_across_epochs": False},
+    }.get(form, {})
+    updater = updater_of(2, accumulate=counts[0], **settings)
+    before = [updater_of(2, accumulate=count, **settings) for count in counts]
+    for count, other in zip(counts, before, strict=True):
+        updater.accumulate = count
+        for name in ("model:main", "optimizer:main", "iterator:main"):  # as the other one would begin there
+            source, target = (getattr(of, f"get_{name.partition(':')[0]}")("main") for of in (updater, other))
+            target.load_state_dict(copy.deepcopy(source.state_dict()))
+        updater.update()
+        other.update()
+        assert_close(parameters_of(updater), parameters_of(other))
+        assert (updater.weight, updater.epoch_detail) == (2 * count, other.epoch_detail)
+        assert updater.is_new_epoch == other.is_new_epoch
+
+
+def test_settings_that_cannot_change_are_refused_where_they_are_set():
+    """With the rule and the value: virtual ranks and compilation at any time, and none in the middle of an update."""
+    updater = updater_of(2, accumulate=2)
+    wrong = {"accumulate": (0, ValueError), "accumulate_across_epochs": (1, TypeError)}
+    decided = {"virtual_ranks": (2, AttributeError), "compile": (True, AttributeError)}
+    for name, (value, kind) in {**wrong, **decided}.items():
+        before = getattr(updater, name)
+        with pytest.raises(kind, match=name):
+            setattr(updater, name, value)
+        assert getattr(updater, name) is before
+    with pytest.raises(TypeError, match=r"an integer, got 2\.0"):
+        updater.accumulate = 2.5 - 0.5
+    updater.accumulate = 3
+    updater.callbacks.add("batch_on_finish", lambda context: setattr(context.updater, "accumulate", 1))
+    with pytest.raises(RuntimeError, match="accumulate changes between two updates"):
+        updater.update()
+
+
+def test_an_extension_may_let_more_micro_batches_make_an_update(tmp_path):
+    """A run of two updates of one batch and then two of three."""
+    trainer = Trainer(updater := updater_of(2), (4, "iteration"), out=str(tmp_path))
+    weights = []
+
+    def grow(trainer):
+        weights.append(trainer.updater.weight)
+        trainer.updater.accumulate = 1 if trainer.updater.iteration < 2 else 3
+
+    trainer.extend(grow, trigger=(1, "iteration"))
+    trainer.run()
+    assert weights == [2, 2, 6, 6]
+    assert updater.epoch_detail == 16 / 12

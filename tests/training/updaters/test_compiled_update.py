@@ -174,6 +174,27 @@ def test_a_loss_function_with_weights_and_dump_graph_go_with_it(tmp_path):
     assert (tmp_path / "True" / "cg.dot").exists()
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_update_of_weight_0_is_refused_where_its_step_is_compiled(tmp_path, accumulate):
+    """Before it counts, and no snapshot has what the step has made; of micro-batches only the gradients are compiled."""
+
+    def loss_func(model, x, t):
+        losses, counts = nn.functional.cross_entropy(model.predictor(x), t, reduction="none"), (t > 9).sum()
+        return {"loss": losses.sum() / counts, "weight": counts}
+
+    trainer = trainer_of(tmp_path, 2, loss_func=loss_func, compile=True, accumulate=accumulate)
+    before = [parameter.detach().clone() for parameter in trainer.updater.get_model("main").parameters()]
+    if accumulate == 1:
+        with pytest.raises(RuntimeError, match=r"an update had weight 0.* Resume from the last snapshot with compile=False"):
+            trainer.run()
+        with pytest.raises(RuntimeError, match="an update had weight 0"):
+            trainer.updater.state_dict()
+        assert trainer.updater.iteration == 0
+    else:
+        trainer.run()
+        assert all(map(torch.equal, before, trainer.updater.get_model("main").parameters()))
+
+
 def test_what_hooks_into_the_step_is_called(tmp_path):
     """The step is then made outside of what is compiled: extensions look at the gradients there."""
 

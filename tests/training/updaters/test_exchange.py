@@ -11,10 +11,16 @@ from exchange_ranks import (
     WeighedByItself,
     WithClosure,
     make,
+    mean_square,
+    sparse_model,
     train,
     train_on_rank,
+    train_sparse,
 )
 
+from chainring.iterators import SerialIterator
+from chainring.parallel import Communicator
+from chainring.training import StandardUpdater
 from rank_pair import on_two_ranks
 
 
@@ -69,3 +75,40 @@ def test_gradients_that_are_not_exchanged_yet_do_not_enter_the_norm_by_which_oth
     first, second = on_two_ranks(train_on_rank, [(Shared, False, {})])
     assert first == second
     torch.testing.assert_close(first[0][0], alone)
+
+
+SPARSE = [  # a model, the optimizer, whether this is known when the updater is made
+    ("a layer", "SGD", True),
+    ("a layer", "SparseAdam", True),
+    ("a bag", "SGD", True),
+    ("within", "Adagrad", True),
+    ("a class", "SGD", True),
+    ("DDP", "SGD", True),
+    ("gather", "SparseAdam", True),
+    ("gather", "SGD", False),
+    ("a function", "SGD", False),
+]
+
+
+def test_sparse_gradients_are_refused_on_ranks_with_what_to_write():
+    """At construction, if a layer or the optimizer tells of them, else in the first update: plain and virtual ranks."""
+    cases = [(kind, name, settings) for kind, name, _ in SPARSE for settings in ({}, {"virtual_ranks": 2})]
+    for found in on_two_ranks(train_sparse, cases):
+        assert len(found) == len(cases)
+        for (_, text, at_construction), is_known in zip(
+            found, [known for *_, known in SPARSE for _ in range(2)], strict=True
+        ):
+            assert "give its layer sparse=False, and an optimizer that takes dense gradients" in text
+            assert at_construction is is_known, text
+
+
+def test_sparse_gradients_stay_sparse_in_one_process():
+    """Alone and in micro-batches, where SparseAdam adds them up."""
+    for settings in ({}, {"accumulate": 2}, {"comm": Communicator()}):
+        model = sparse_model("a layer")
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        before = model.weight.detach().clone()
+        iterator = SerialIterator(list(range(4)), 2, shuffle=False)
+        StandardUpdater(iterator, optimizer, model, loss_func=mean_square, **settings).update()
+        changed = (model.weight != before).any(1).nonzero().flatten().tolist()
+        assert changed == list(range(2 * settings.get("accumulate", 1)))

@@ -344,3 +344,55 @@ def test_callbacks_are_given_by_name_only():
     """A position says nothing about a stage: upstream's own example put a callback into another stage's place."""
     with pytest.raises(TypeError):
         UpdateCallbacks(lambda context: None)
+
+
+class TwoBatches(StandardUpdater):
+    """Takes two batches in an update."""
+
+    def update_core(self):
+        losses = [self.get_model("main")(*self.next_batch()) for _ in range(2)]
+        self.backward(sum(losses))
+        self.step()
+
+
+EPOCHS = {  # of batches of 4 of 12 examples, of 5 of 12, and so on
+    "a batch": ({}, 4, [0, 0, 0, 1, 1, 1]),
+    "micro-batches": ({"accumulate": 2}, 4, [0, 0, 0, 1, 1, 1]),
+    "across epochs": ({"accumulate": 2}, 5, [0, 0, 0, 1, 1, 2]),
+    "an end of their own": ({"accumulate": 2, "accumulate_across_epochs": False}, 4, [0, 0, 0, 1, 1, 1]),
+    "several batches": ({"kind": TwoBatches}, 4, [0, 0, 0, 1, 1, 1]),
+    "virtual ranks": ({"virtual_ranks": 2}, 4, [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]),
+    "virtual micro-batches": ({"virtual_ranks": 1, "accumulate": 2}, 4, [0, 0, 0, 1, 1, 1]),
+    "virtual ranks of one's own": ({"virtual_ranks": 1, "kind": TwoBatches}, 4, [0, 0, 0, 1, 1, 1]),
+    "replicas": ({"kind": ParallelUpdater, "devices": {"main": "cpu", "second": "cpu"}}, 4, [0, 0, 0, 1, 1, 1]),
+    "one batch an epoch": ({}, 12, [0, 1, 2, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("name", EPOCHS)
+def test_a_context_has_the_epoch_of_its_batch(name):
+    """Also in the last batch of an epoch, with which the updater counts the epoch as over, before the update ends."""
+    settings, batch_size, expected = EPOCHS[name]
+    seen = []
+    updater = updater_of(batch_size, **settings)
+    stages = ("batch_on_finish",) if "kind" in settings else ("batch_on_finish", "forward_on_start", "backward_on_finish")
+    for stage in stages:
+        updater.callbacks.add(stage, lambda context, stage=stage: seen.append((stage, context.epoch)))
+    updater.start()
+    while len(seen) < len(expected) * len(stages):
+        updater.update()
+    for stage in stages:
+        assert [epoch for at, epoch in seen if at == stage][: len(expected)] == expected, stage
+
+
+@pytest.mark.parametrize("source", ["without data", "a loader"])
+def test_the_epoch_of_a_context_is_0_without_data_and_counted_for_loaders(source):
+    """An update without data belongs to epoch 0."""
+    seen, model = [], same_regression()
+    loader = None if source == "without data" else torch.utils.data.DataLoader(regression_data(), 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    updater = StandardUpdater(loader, optimizer, model, loss_func=lambda model, *_: model.predictor.weight.sum())
+    updater.callbacks.add("forward_on_start", lambda context: seen.append((context.epoch, context.updater.epoch)))
+    for _ in range(4):
+        updater.update()
+    assert seen == ([(0, 0)] * 4 if loader is None else [(0, 0), (0, 1), (1, 1), (1, 2)])

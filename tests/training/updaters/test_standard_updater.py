@@ -233,6 +233,7 @@ def third(thing):
         (swapped, TypeError, ["an iterator, an optimizer and third the model", "SGD"]),
         (foreign_optimizer, ValueError, ["'critic'", "belong to none of ['main']", "model={"]),
         (lambda: third(Regression())(), ValueError, ["must belong to a registered model", "'main'"]),
+        (foreign_optimizer, ValueError, ["model={'main': ..., 'loose': torch.nn.ParameterList([parameter])}"]),
         (construct(accumulate=0), ValueError, ["at least 1", "got 0"]),
         (construct(accumulate=2.0), TypeError, ["an integer", "got 2.0"]),
         (construct(accumulate=True), TypeError, ["an integer", "got True"]),

@@ -24,6 +24,10 @@ NO_FP16 = (
     'precision="fp16" scales the loss, by a factor that may change in the middle of a step, and a step with a closure reads '
     'the loss; use precision="bf16", which needs no scale'
 )
+NO_GRAPH = (
+    "create_graph=True gives gradients a graph, which is lost where ranks or virtual ranks add them up, or where the scale "
+    'of precision="fp16" is divided out; train in one process with "fp32" or "bf16"'
+)
 NO_VIRTUAL_RANKS = (
     "virtual_ranks computes the gradients of a step once, and an optimizer whose step needs a closure computes them as "
     "often as it likes; take another optimizer, or leave virtual_ranks out"
@@ -75,7 +79,8 @@ def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, O
             raise ValueError(
                 f"every parameter of an optimizer must belong to a registered model; of the {len(parameters)} of optimizer "
                 f"{name!r}, {foreign} belong to none of {sorted(models)}. Make it from that model's parameters(), "
-                "or register its model too: model={'main': ..., 'other': ...}"
+                "or register its model too: model={'main': ..., 'other': ...}. A parameter of no model is registered in "
+                "a list: model={'main': ..., 'loose': torch.nn.ParameterList([parameter])}"
             )
     return optimizers
 
@@ -191,7 +196,8 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(
             f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}. '
-            "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, *inputs)"
+            "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, ...); "
+            'to skip a batch, {"loss": loss, "weight": 0} with any loss that depends on a parameter'
         )
     if loss.ndim:
         raise ValueError(f"the loss is a scalar tensor, got one of shape {tuple(loss.shape)}; reduce it, as by .mean()")

@@ -96,11 +96,12 @@ class Compiled:
         if not fills:
             _add_gradients(self._parameters, gradients)
         update.weight, update.is_empty = weight, weight is not None and self._scheme.is_empty(weight)
-        if steps and (weight is None or not is_on_host(weight)):
+        if not steps:
+            update.step(list(self._scheme.optimizers))
+        else:
+            self._scheme.check_weights(is_empty=update.is_empty)
             for optimizer in self._optimizers:
                 vars(optimizer)["_opt_called"] = True  # as its step records for the schedulers of torch
-        else:
-            update.step(list(self._scheme.optimizers))
         if captures:  # the next run of a captured graph overwrites its outputs
             weight = _clone(weight)
             if (reporter := current.reporter) is not None:
@@ -276,7 +277,7 @@ def _update(
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
         assert parameter.grad is not None  # see run_update
         parameter.grad.copy_(gradient)
-    with torch.no_grad():  # a weight that may be 0 is looked at before a step
-        for optimizer in optimizers if steps and (weight is None or not is_on_host(weight)) else ():
+    with torch.no_grad():
+        for optimizer in optimizers if steps else ():
             inspect.unwrap(type(optimizer).step)(optimizer)  # without the record of the profiler
     return weight, None

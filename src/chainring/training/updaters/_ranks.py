@@ -270,6 +270,23 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
             )
 
 
+NO_SPARSE = (
+    "ranks and virtual ranks add up dense gradients, and {}; give its layer sparse=False, and an optimizer that takes dense "
+    "gradients, such as Adam in place of SparseAdam"
+)
+
+
+def check_dense(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse layers with sparse gradients, and optimizers that need them."""
+    for label, model in models.items():
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise ValueError(NO_SPARSE.format(f"{name or 'itself'!r} of model {label!r} has sparse ones"))
+    for label, optimizer in optimizers.items():
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ValueError(NO_SPARSE.format(f"optimizer {label!r} is SparseAdam, which needs sparse ones"))
+
+
 def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrapped: WrappedModules) -> None:
     """Give all ranks the parameters and buffers of rank 0, except those that DDP or `fully_shard` care for."""
     parameters = [p for model in models for p in model.parameters() if id(p) not in wrapped.parameters]

@@ -52,27 +52,34 @@ class Scheme:
     has_own_core: bool  # update_core is overridden: it may take several batches, and step several times
     precision: Precision
     wrapped: WrappedModules
-    mean: WeightedMean | None = None  # where an update is more than one micro-batch of one process
+    averaging: WeightedMean | None = None
+    always_averages: bool = False  # over ranks or virtual ranks
+    mean: WeightedMean | None = None  # `averaging` where an update is more than one micro-batch of one process
     virtual: VirtualRanks | None = None
     compiled: Compiled | None = None
     exchange_watch: ExchangeWatch | None = None  # where an update_core could change parameters without an exchange
     model_watch: ModelRanksWatch | None = None  # where ranks compute a model together
     may_repeat: bool = False  # an example, with weight 0, where a batch has none for this rank
     steps_by_closure: bool = False  # the default update hands closures to the optimizers
-    spans_batches: bool = field(init=False)  # an update may take several batches
-    stashes: bool = field(init=False)  # gradients are set aside until the last micro-batch: an update_core may add others
+    accumulates: bool = False
+    spans_batches: bool = False  # an update may take several batches
+    stashes: bool = False  # gradients are set aside until the last micro-batch: an update_core may add others
     has_said_empty: bool = False  # that an update had the weight 0
     had_empty: Tensor | None = None  # on an accelerator, whether an update had, in which optimizers have stepped
-    ends_with_epoch: bool = field(init=False)  # an update ends early at the end of an epoch, with fewer micro-batches
+    ends_with_epoch: bool = False  # an update ends early at the end of an epoch, with fewer micro-batches
     reported_weights: dict[str, Any] = field(default_factory=dict)  # of values of earlier batches of the last update
     update: Update = field(init=False)  # the running one; with virtual ranks, that of the part which is being computed
     idle: Update = field(init=False)  # in place of `update` between updates, so that the graph of a loss is freed
 
-    def __post_init__(self) -> None:
-        accumulates = self.updater.accumulate > 1
-        self.spans_batches = self.has_own_core or accumulates
-        self.stashes = self.has_own_core and accumulates
-        self.ends_with_epoch = accumulates and not self.updater.accumulate_across_epochs
+    def follow_settings(self) -> None:
+        """Compute updates by what the updater's settings are now."""
+        self.accumulates = self.updater.accumulate > 1
+        self.spans_batches = self.has_own_core or self.accumulates
+        self.stashes = self.has_own_core and self.accumulates
+        self.ends_with_epoch = self.accumulates and not self.updater.accumulate_across_epochs
+        self.mean = self.averaging if self.accumulates or self.always_averages else None
+        if self.compiled is not None:
+            self.compiled = type(self.compiled)(self)
 
     def is_empty(self, total: Any) -> bool:
         """Return True if the weight of an update is 0; on an accelerator, which is not waited for, only note it."""
@@ -81,13 +88,15 @@ class Scheme:
         self.had_empty = total == 0 if self.had_empty is None else self.had_empty | (total == 0)
         return False
 
-    def check_weights(self) -> None:
-        """Refuse what updates of weight 0 have made of the parameters."""
+    def check_weights(self, is_empty: bool = False) -> None:
+        """Refuse to go on after a step of which nothing counts; accelerators are read here, before a snapshot."""
+        if is_empty:
+            self.had_empty = torch.ones((), dtype=torch.bool)
         if self.had_empty is not None and bool(self.had_empty):
             raise RuntimeError(
-                "an update had weight 0, so that no optimizer should have stepped, but its weight was on an accelerator, "
-                "from which none is read. Resume from the last snapshot with a number of the host as the weight, such as "
-                "int(mask.sum()), for which the accelerator is waited for"
+                "an update had weight 0, so that no optimizer should have stepped, and they have: its weight was computed "
+                "by what steps (compile=True), or on an accelerator, from which none is read. Resume from the last snapshot "
+                "with compile=False and a number of the host as the weight, such as int(mask.sum())"
             )
 
 
@@ -550,7 +559,7 @@ def loss_and_weight(output: Any) -> tuple[Any, Any]:
     return output, None
 
 
-def run_backward(loss: Tensor, retain_graph: bool = False) -> None:
+def run_backward(loss: Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
     """Compute the gradients of a loss.
 
     Gradient checkpointing runs parts of the forward pass again during the backward. Values that they report again are
@@ -558,14 +567,14 @@ def run_backward(loss: Tensor, retain_graph: bool = False) -> None:
     """
     reporter = current.reporter
     if reporter is None:
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
         return
     # hot path: "no extension" of benchmarks/overhead.py. As in a scope of the reporter, which is three calls.
     reported = reporter.reported
     values, stacks = reported.values, reported.stacks
     reported.values, reported.stacks = {}, None
     try:
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
     finally:
         during, reported.values, reported.stacks = reported.values, values, stacks
     if during:  # new keys are kept, such as the size of a gradient that a tensor's hook reports

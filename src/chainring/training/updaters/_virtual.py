@@ -22,6 +22,7 @@ from chainring.datasets._batches import Batch, count_examples, require_count, ta
 from chainring.reporting._metrics import uncounted
 from chainring.reporting.reporter import Reporter, current
 from chainring.training.updaters._means import BucketedSum, list_trained, unstash
+from chainring.training.updaters._ranks import NO_SPARSE
 from chainring.training.updaters._update import Update
 from chainring.training.updaters._virtual_state import (
     Agreement,
@@ -243,8 +244,8 @@ class VirtualUpdate:
 
     # --- batches ---
 
-    def take_rows(self, part: Part, name: str, iterator: Any) -> tuple[Any, Any]:
-        """Return the rows of a part of the next batch of an iterator, and how many of them count."""
+    def take_rows(self, part: Part, name: str, iterator: Any) -> tuple[Any, Any, Any]:
+        """Return the rows of a part of the next batch of an iterator, how many of them count, and the epoch of the batch."""
         position, fetched = part.taken.get(name, 0), self._fetched.setdefault(name, [])
         if position == len(fetched):  # the first part to ask for a batch fetches it, with the generators of all
             generators = _random.take_generators()
@@ -252,7 +253,7 @@ class VirtualUpdate:
             self._fetch(name, iterator)
             self._outer_generators = _random.take_generators()
             _random.put_generators(generators)
-        batch, epoch, error = fetched[position]
+        batch, epoch, error, first_epoch = fetched[position]
         part.taken[name] = position + 1
         if error is not None:
             raise error
@@ -269,16 +270,17 @@ class VirtualUpdate:
             part.rows = (part.rows if position else 0) + (examples if isinstance(examples, int) else 1)
             part.has_rows = part.counts and not is_empty
             self._let_metrics_count(part.has_rows)
-        return rows, examples
+        return rows, examples, first_epoch
 
     def _fetch(self, name: str, iterator: Any) -> _Fetched:
         """Fetch a batch, from which each part will take its rows."""
         error = batch = None
+        first_epoch = getattr(iterator, "epoch", 0)
         try:
             batch = next(iterator)
         except StopIteration as end:
             error = end
-        fetched = _Fetched(batch, getattr(iterator, "epoch", 0), error)
+        fetched = _Fetched(batch, getattr(iterator, "epoch", 0), error, first_epoch)
         self._fetched.setdefault(name, []).append(fetched)
         self._positions[name] = _position(iterator)
         return fetched
@@ -325,10 +327,8 @@ class VirtualUpdate:
         self._ranks.sharded.collect()
         for parameter in list_trained(optimizers):
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise TypeError(
-                    f"virtual ranks add gradients in one order, and that of a parameter of shape {tuple(parameter.shape)} "
-                    f"is {parameter.grad.layout}; give its layer sparse=False"
-                )
+                text = f"that of shape {tuple(parameter.shape)} is {parameter.grad.layout}"
+                raise TypeError(NO_SPARSE.format(text))
             gradients.append(to_local(parameter.grad) if part.rows else None)
             parameter.grad = None
         number = len(part.steps)
@@ -412,8 +412,9 @@ class _Fetched(NamedTuple):
     """A batch of an iterator, or the ``StopIteration`` that it has raised instead."""
 
     batch: Any
-    epoch: Any
+    epoch: Any  # after it
     error: BaseException | None
+    first_epoch: Any  # before it
 
 
 def _position(iterator: Any) -> Any:

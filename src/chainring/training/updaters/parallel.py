@@ -105,7 +105,9 @@ class ParallelUpdater(StandardUpdater):
 
     def update_core(self) -> None:
         """Run one update: split the next batch, compute the losses, one backward through all of them, and a step."""
-        batch, update = next(self._scheme.iterators["main"]), self._scheme.update
+        update, iterator = self._scheme.update, self._scheme.iterators["main"]
+        update.context.epoch = getattr(iterator, "epoch", 0)
+        batch = next(iterator)
         examples = count_examples(batch)
         count = max(1, min(require_count(examples), len(self._replicas)))
         replicas, context = self._replicas[:count], update.context

@@ -27,6 +27,7 @@ from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
 from chainring.training.updaters._arguments import (
     NO_FP16,
+    NO_GRAPH,
     NO_VIRTUAL_RANKS,
     Loss,
     as_iterators,
@@ -44,6 +45,7 @@ from chainring.training.updaters._ranks import (
     ModelRanksWatch,
     WrappedModules,
     broadcast_parameters,
+    check_dense,
     check_sharding,
     warn_of_untied,
 )
@@ -63,6 +65,20 @@ from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 T = TypeVar("T")
 _NO_EPOCHS = SimpleNamespace(epoch=0, epoch_detail=0.0)
 """Stands for the main iterator of an updater that has none."""
+
+
+class _Setting:
+    """A setting of an updater, which is stored as any attribute, and looked at where it is set again."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, updater: StandardUpdater, value: Any) -> None:
+        settings = vars(updater)
+        if "_scheme" not in settings:
+            settings[self._name] = value
+        elif value is not settings[self._name]:
+            updater._change_setting(self._name, value)
 
 
 class StandardUpdater(Updater):
@@ -109,7 +125,8 @@ class StandardUpdater(Updater):
             are reported under the model's name.
         precision: the precision of the forward pass: ``"fp32"`` uses the dtypes of the model; ``"bf16"`` and ``"fp16"``
             are mixed precision by autocast, ``"fp16"`` with a loss scaler.
-        accumulate: the number of micro-batches in an update (gradient accumulation).
+        accumulate: the number of micro-batches in an update (gradient accumulation). As an attribute it may be set between
+            two updates, by an extension say, and holds from the next one on; so may ``accumulate_across_epochs``.
         callbacks: functions called around the stages of an update.
         comm: the communicator of the ranks that train together.
         compile: True to compile the loss, its gradients and the steps into one function with ``torch.compile``, captured
@@ -144,6 +161,11 @@ class StandardUpdater(Updater):
         updater = StandardUpdater(SerialIterator(dataset, 32), optimizer, model, accumulate=4)
     """
 
+    accumulate: int = _Setting()  # type: ignore[assignment]
+    accumulate_across_epochs: bool = _Setting()  # type: ignore[assignment]
+    virtual_ranks: int | None = _Setting()  # type: ignore[assignment]
+    compile: bool = _Setting()  # type: ignore[assignment]
+
     @hinting(UPDATER_KEYWORDS)
     def __init__(
         self,
@@ -176,6 +198,8 @@ class StandardUpdater(Updater):
         self.comm = Communicator() if comm is None else comm
         self.device = device_of_rank(device, self.comm)
         check_sharding(self.comm, models)
+        if self.comm.size > 1 or virtual_ranks is not None:
+            check_dense(models, optimizers)
         if virtual_ranks is not None:
             from chainring.training.updaters._virtual_state import check_virtual_ranks
 
@@ -204,6 +228,22 @@ class StandardUpdater(Updater):
         self.weight = 0
         self._scheme.update = self._scheme.idle = Update(self._scheme, UpdateContext(self, 0, 0))
 
+    def _change_setting(self, name: str, value: Any) -> None:
+        """Let a setting hold from the next update on."""
+        scheme, settings = self._scheme, vars(self)
+        if name not in ("accumulate", "accumulate_across_epochs"):
+            raise AttributeError(f"{name} is decided when an updater is made: {type(self).__name__}(..., {name}={value!r})")
+        if scheme.update is not scheme.idle:
+            raise RuntimeError(f"{name} changes between two updates, as in an extension, and an update is going on")
+        changed = {**settings, name: value}
+        accumulate, across_epochs = changed["accumulate"], changed["accumulate_across_epochs"]
+        check_settings(self.converter, self.loss_func, accumulate, across_epochs, self.callbacks)
+        settings[name] = value
+        scheme.follow_settings()
+        if not scheme.spans_batches:  # these are the iterator's again
+            for name in ("previous_epoch_detail", "is_new_epoch"):
+                settings.pop(name, None)
+
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(StandardUpdater, name) for name in names)
 
@@ -221,12 +261,14 @@ class StandardUpdater(Updater):
             from chainring.training.updaters._virtual import VirtualRanks
 
             scheme.virtual = VirtualRanks(scheme, self.virtual_ranks, may_continue=self._overrides("update_core", "step"))
-            scheme.mean = WeightedMean(scheme, comm if communicates else None, frozenset(), sends=True)
-        elif self.accumulate > 1 or communicates:
+            scheme.averaging = WeightedMean(scheme, comm if communicates else None, frozenset(), sends=True)
+        else:
             sends = comm.size > 1 and isinstance(comm, GroupCommunicator) and is_plain
             sends = sends and not (has_own_stage or has_closures or exchanged)
-            scheme.mean = WeightedMean(scheme, comm if communicates else None, exchanged, sends)
+            scheme.averaging = WeightedMean(scheme, comm if communicates else None, exchanged, sends)
+        scheme.always_averages = communicates or self.virtual_ranks is not None
         scheme.may_repeat = comm.size > 1 and self.virtual_ranks is None
+        scheme.follow_settings()
         if comm.world.size > 1 or self.virtual_ranks is not None:
             if self._overrides("update_core", "step"):
                 scheme.exchange_watch = ExchangeWatch(scheme.optimizers)
@@ -283,7 +325,7 @@ class StandardUpdater(Updater):
                 scheme.exchange_watch.begin()
             if scheme.virtual is not None:
                 self.weight = scheme.virtual.run(update)
-            elif self.accumulate > 1:
+            elif scheme.accumulates:
                 self.weight = update.run()
             else:
                 self.update_core()
@@ -309,10 +351,12 @@ class StandardUpdater(Updater):
     def finalize(self) -> None:
         """Release the iterators; warn of an update of weight 0 on an accelerator since the last snapshot."""
         super().finalize()
-        try:
-            self._scheme.check_weights()
-        except RuntimeError as error:
-            warn(str(error))
+        had_empty = self._scheme.had_empty
+        if had_empty is not None and not had_empty.is_cpu:
+            try:
+                self._scheme.check_weights()
+            except RuntimeError as error:
+                warn(str(error))
 
     # --- the stages of a micro-batch, for `update_core` ---
 
@@ -361,18 +405,19 @@ class StandardUpdater(Updater):
             KeyError: there is no iterator of that name.
         """
         scheme, update, iterator = self._scheme, self._scheme.update, self._scheme.iterators[name]
+        context = update.context
         if update.part is None:
+            epoch = getattr(iterator, "epoch", 0)
             batch = next(iterator)
             examples = batch.weight if type(batch) is Batch else count_examples(batch)
         else:
-            batch, examples = update.part.whole.take_rows(update.part, name, iterator)
-        context = update.context
+            batch, examples, epoch = update.part.whole.take_rows(update.part, name, iterator)
         context.batch = self.converter(batch, self.device)
         context.examples = None if isinstance(examples, Uncounted) else examples
         if name == "main":
             if scheme.has_own_core:
                 update.note_batch(examples)
-            update.examples = examples
+            update.examples, context.epoch = examples, epoch
             if scheme.may_repeat and (examples == 0 or update.uncounted is not None):
                 update.let_metrics_count(examples != 0)
             if scheme.ends_with_epoch and update.has_ended_epoch():  # known before the backward in which ranks exchange
@@ -399,7 +444,7 @@ class StandardUpdater(Updater):
             yield
         run(self.callbacks.forward_on_finish, context)
 
-    def backward(self, loss: Tensor, weight: Any = None, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, weight: Any = None, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Compute the gradients of a loss, and add them to those of the parameters.
 
         Args:
@@ -407,6 +452,8 @@ class StandardUpdater(Updater):
             weight: the weight of this micro-batch relative to the others and to those of other ranks, by default its
                 number of examples; a number, or a 0-dimensional tensor, which is not read from the device.
             retain_graph: True to keep the graph, for another backward through a part of it.
+            create_graph: True to let the gradients have a graph, for an optimizer that differentiates them, such as
+                AdaHessian. Not with several ranks, virtual ranks or ``"fp16"``.
 
         Raises:
             TypeError, ValueError: the loss is not a scalar tensor that depends on a parameter.
@@ -415,6 +462,9 @@ class StandardUpdater(Updater):
         if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
             check_loss(loss)  # says what is wrong
             loss = to_full(loss)
+        if create_graph and (self.comm.size > 1 or scheme.virtual is not None or scheme.precision.scaler is not None):
+            raise ValueError(NO_GRAPH)
+        retain_graph = retain_graph or create_graph
         if type(update.examples) is not int:
             weight = require_count(update.examples) if weight is None else weight
         elif update.examples == 0:  # a repeated example never counts
@@ -445,12 +495,12 @@ class StandardUpdater(Updater):
             # Gradients of weight 0 are dropped, since those of a loss of NaN are NaN; but not what DDP and fully_shard
             # exchange in this backward, with what was added before.
             with only_gradients_of([], scheme.optimizers.values()), sending or nullcontext():
-                run_backward(loss, retain_graph)
+                run_backward(loss, retain_graph, create_graph)
         elif sending is not None:
             with sending:
-                run_backward(loss, retain_graph)
+                run_backward(loss, retain_graph, create_graph)
         else:
-            run_backward(loss, retain_graph)
+            run_backward(loss, retain_graph, create_graph)
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, update.context)
 
