@@ -185,14 +185,24 @@ def test_an_update_of_weight_0_is_refused_where_its_step_is_compiled(tmp_path, a
     trainer = trainer_of(tmp_path, 2, loss_func=loss_func, compile=True, accumulate=accumulate)
     before = [parameter.detach().clone() for parameter in trainer.updater.get_model("main").parameters()]
     if accumulate == 1:
-        with pytest.raises(RuntimeError, match=r"an update had weight 0.* Resume from the last snapshot with compile=False"):
+        with pytest.raises(
+            RuntimeError, match=r"stepped in an update of weight 0.* Resume from the last snapshot with compile=False"
+        ):
             trainer.run()
-        with pytest.raises(RuntimeError, match="an update had weight 0"):
+        with pytest.raises(RuntimeError, match="an update of weight 0"):
             trainer.updater.state_dict()
         assert trainer.updater.iteration == 0
     else:
         trainer.run()
         assert all(map(torch.equal, before, trainer.updater.get_model("main").parameters()))
+
+
+def test_another_loss_function_is_refused_where_the_first_is_compiled(tmp_path):
+    """It would not be called."""
+    trainer = trainer_of(tmp_path, 2, loss_func=lambda model, x, t: model(x, t), compile=True)
+    trainer.updater.loss_func = lambda model, x, t: 2 * model(x, t)
+    with pytest.raises(AttributeError, match=r"loss_func is compiled, and cannot change"):
+        trainer.run()
 
 
 def test_what_hooks_into_the_step_is_called(tmp_path):

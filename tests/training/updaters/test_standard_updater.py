@@ -260,6 +260,7 @@ def test_what_cannot_work_is_refused_at_construction(make, kind, words):
         (lambda x, t: x, TypeError, ["the model first", "2 inputs", "(x, t)", "lambda model, x, t"]),
         (lambda model, x, t: model.predictor(x), ValueError, ["a scalar tensor", "(4, 1)", ".mean()"]),
         (lambda model, x, t: 1.0, TypeError, ["a scalar tensor", "float", "loss_func(model, *inputs)"]),
+        (lambda model, x, t: None, TypeError, ["NoneType", '{"loss": loss, "weight": 0} to skip a batch']),
         (lambda model, x, t: {"los": x}, TypeError, ['a mapping that has "loss"', "dict"]),
         (lambda model, x, t: t.mean(), ValueError, ["depends on no parameter", "detach()"]),
         (

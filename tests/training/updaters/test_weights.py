@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from toys import assert_close, observed_update, parameters_of
-from weight_ranks import FORMS, OwnUpdate, as_lists, masked_updater, train, train_on_rank
+from weight_ranks import FORMS, OwnUpdate, as_lists, masked_updater, train, train_on_rank, train_with_nan
 
 from chainring.training import ParallelUpdater, Trainer, UpdateCallbacks, clip_grad_norm
 from chainring.training.extensions import LogReport, LRScheduler
@@ -77,14 +77,20 @@ def test_two_ranks_leave_out_an_update_of_weight_0_and_a_share_of_it():
     one_share = (0, 2, *FIRST_AND_LAST[4:])  # of the first batch, rank 1 has only what does not count
     accumulated, virtual = {"accumulate": 2, "batch_size": 2}, [{"virtual_ranks": 2}, {"virtual_ranks": 4}]
     settings = [{}, {"form": "int"}, accumulated, {"kind": OwnUpdate}, *virtual]
-    cases = [(one_share, case) for case in settings] + [(FIRST_AND_LAST, {"wraps": True, "form": "int"})]
+    cases = [(one_share, case) for case in settings] + [(one_share, {"wraps": True, "form": "int", "least": 1})]
     ranks = on_two_ranks(train_on_rank, cases)
     for (counting, case), *found in zip(cases, *ranks, strict=True):
-        kept = {key: value for key, value in case.items() if key not in ("virtual_ranks", "wraps")}
+        kept = {key: value for key, value in case.items() if key not in ("virtual_ranks", "wraps", "least")}
         expected = as_lists(train(masked_updater(counting, **kept)))
         for seen, iteration in found:
             assert iteration == 3
             assert_close(seen, expected)
+
+
+def test_a_loss_of_nan_and_weight_0_is_refused_where_ddp_would_exchange_its_gradients():
+    """On all ranks, with what to write."""
+    for text in on_two_ranks(train_with_nan, (0, 2, *FIRST_AND_LAST[4:])):
+        assert "divide by a count of at least 1, as by mask.sum().clamp(min=1)" in text
 
 
 def test_the_log_has_the_mean_of_what_counts(tmp_path):

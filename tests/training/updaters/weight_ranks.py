@@ -25,12 +25,12 @@ def masked_data(counting):
     return TensorDataset(*regression_data().tensors, mask)
 
 
-def loss_of(form):
+def loss_of(form, least):
     """A loss over the examples that count, NaN if none does, with their number as its weight."""
 
     def loss(model, x, t, mask):
         errors = (model(x) - t).square().squeeze(1) * mask
-        return {"loss": errors.sum() / mask.sum(), "weight": FORMS[form](mask.sum())}
+        return {"loss": errors.sum() / mask.sum().clamp(min=least), "weight": FORMS[form](mask.sum())}
 
     return loss
 
@@ -47,11 +47,12 @@ class OwnUpdate(StandardUpdater):
 
 def masked_updater(counting, form="tensor", batch_size=4, kind=StandardUpdater, **settings):
     optimizer, wraps = settings.pop("optimizer", torch.optim.AdamW), settings.pop("wraps", False)
+    least = settings.pop("least", 0)
     model = same_regression().predictor
     model = DistributedDataParallel(model) if wraps else model
     iterator = SerialIterator(masked_data(counting), batch_size, shuffle=False)
     optimizer = optimizer(model.parameters(), lr=0.1)
-    return kind(iterator, optimizer, model, loss_func=loss_of(form), **settings)
+    return kind(iterator, optimizer, model, loss_func=loss_of(form, least), **settings)
 
 
 def train(updater, updates=3):
@@ -77,3 +78,10 @@ def train_on_rank(comm, cases):
         updater.get_iterator("main").share(comm.rank, comm.size)
         found.append((as_lists(train(updater)), updater.iteration))
     return found
+
+
+def train_with_nan(comm, counting):
+    """The error of a loss of NaN in DDP."""
+    updater = masked_updater(counting, "int", comm=comm, wraps=True)
+    updater.get_iterator("main").share(comm.rank, comm.size)
+    return train(updater)

@@ -28,6 +28,10 @@ NO_GRAPH = (
     "create_graph=True gives gradients a graph, which is lost where ranks or virtual ranks add them up, or where the scale "
     'of precision="fp16" is divided out; train in one process with "fp32" or "bf16"'
 )
+NO_NAN = (
+    "DDP and fully_shard exchange gradients in the backward, also those of a loss of weight 0, and this one is not finite, "
+    "which would reach every rank: divide by a count of at least 1, as by mask.sum().clamp(min=1)"
+)
 NO_VIRTUAL_RANKS = (
     "virtual_ranks computes the gradients of a step once, and an optimizer whose step needs a closure computes them as "
     "often as it likes; take another optimizer, or leave virtual_ranks out"
@@ -196,8 +200,8 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(
             f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}. '
-            "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, ...); "
-            'to skip a batch, {"loss": loss, "weight": 0} with any loss that depends on a parameter'
+            "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, *inputs)"
+            '; or {"loss": loss, "weight": 0} to skip a batch, with any loss that depends on a parameter'
         )
     if loss.ndim:
         raise ValueError(f"the loss is a scalar tensor, got one of shape {tuple(loss.shape)}; reduce it, as by .mean()")

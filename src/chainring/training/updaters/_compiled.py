@@ -45,7 +45,8 @@ class Compiled:
 
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
-        model, loss_func = scheme.models["main"], scheme.updater.loss_func
+        model, self._loss_func = scheme.models["main"], scheme.updater.loss_func
+        loss_func = self._loss_func
         forward = model if loss_func is None else partial(loss_func, model)
         self._optimizers = list(scheme.optimizers.values())
         self._parameters = list_parameters(self._optimizers)
@@ -67,6 +68,8 @@ class Compiled:
     @property
     def computes_whole_updates(self) -> bool:
         """True if an update is one function, which overwrites gradients, so that none is to be cleared before."""
+        if self._scheme.updater.loss_func is not self._loss_func:
+            raise AttributeError("loss_func is compiled, and cannot change: make another updater, or leave compile=True out")
         return self._update is not None and self._update.is_usable and not self._scheme.updater.callbacks.are_within
 
     def run_update(self, update: Update, inputs: Any) -> bool:

@@ -94,9 +94,9 @@ class Scheme:
             self.had_empty = torch.ones((), dtype=torch.bool)
         if self.had_empty is not None and bool(self.had_empty):
             raise RuntimeError(
-                "an update had weight 0, so that no optimizer should have stepped, and they have: its weight was computed "
-                "by what steps (compile=True), or on an accelerator, from which none is read. Resume from the last snapshot "
-                "with compile=False and a number of the host as the weight, such as int(mask.sum())"
+                "optimizers have stepped in an update of weight 0, in which nothing counts: its weight was computed by what "
+                "steps (compile=True), or on an accelerator, from which none is read. Resume from the last snapshot with "
+                "compile=False and a number of the host as the weight, such as int(mask.sum())"
             )
 
 

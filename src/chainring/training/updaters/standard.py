@@ -28,6 +28,7 @@ from chainring.serializers.protocol import AbstractSerializer, Serializer, visit
 from chainring.training.updaters._arguments import (
     NO_FP16,
     NO_GRAPH,
+    NO_NAN,
     NO_VIRTUAL_RANKS,
     Loss,
     as_iterators,
@@ -490,6 +491,8 @@ class StandardUpdater(Updater):
             loss = scheme.mean.weigh(loss, weight)
         if scheme.precision.scaler is not None:
             loss = scheme.precision.scaler.scale(loss)
+        if is_empty and scheme.wrapped.parameters and (update.examples or loss.is_cpu) and not loss.isfinite():
+            raise ValueError(NO_NAN)
         sending = scheme.mean.sending(update) if scheme.mean is not None and scheme.mean.sends else None
         if is_empty and (scheme.virtual is not None or not scheme.wrapped.parameters):
             # Gradients of weight 0 are dropped, since those of a loss of NaN are NaN; but not what DDP and fully_shard
