@@ -23,6 +23,10 @@ from chainring._messages import info, warn
 
 SCHEMES = ("s3", "gs", "az", "memory")
 """Of addresses in object stores."""
+_NEAR = {"gcs": "gs", "s3a": "s3", "s3n": "s3", "azure": "az"}  # what is written for some of them
+_ADDRESS = re.compile(  # an address, or what is meant as one
+    rf"[\s\"']*((?P<scheme>(?i:{'|'.join((*SCHEMES, *_NEAR))}))\s*:(//)?|(?P<other>[A-Za-z][\w.+-]+):[/\\])"
+)
 
 _CHUNK = 1 << 20  # bytes that are read at once
 _IS_WINDOWS = sys.platform == "win32"
@@ -36,18 +40,22 @@ def is_url(address: object) -> bool:
     """Return whether this is an address in an object store, such as ``"s3://bucket/run"``, and not a path.
 
     Raises:
-        ValueError: it is the path that pathlib makes of an address.
+        ValueError: it looks like an address and is none that is known, or it is the path that pathlib makes of one.
     """
     text = os.fspath(address) if isinstance(address, os.PathLike) else address
-    if not isinstance(text, str):
+    match = _ADDRESS.match(text) if isinstance(text, str) else None
+    if match is None:
         return False
-    scheme, colon, rest = text.partition(":/")
-    if not colon or scheme not in SCHEMES:
-        return False
-    if isinstance(address, PurePath):
-        shown = "" if "@" in rest else f": {scheme}://{rest.lstrip('/')}"
-        raise ValueError(f"an address is given as text, because a Path joins its slashes{shown}")
-    return rest.startswith("/")
+    is_path, scheme = isinstance(address, PurePath), match["scheme"] or match["other"]
+    if match[0] == f"{scheme}://" and scheme in SCHEMES and not is_path:
+        return True
+    likely, rest = _NEAR.get(scheme.lower(), scheme.lower()), text[match.end() :].strip("/\\ ")
+    rule = 'an address in an object store is written "s3://bucket/run", also with gs, az or memory'
+    if is_path:
+        rule = "an address is given as text, because a Path joins its slashes"
+    if likely not in SCHEMES:
+        raise ValueError(f"{rule}; got one with {scheme!r}. A directory whose path begins so is given with ./ before it")
+    raise ValueError(rule if any(sign in rest for sign in "@?#") else f"{rule}: {likely}://{rest}")
 
 
 def below_home(path: P) -> P:

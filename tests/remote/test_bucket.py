@@ -1,5 +1,6 @@
 """What a bucket promises, in memory and in a store that speaks S3."""
 
+import os
 import random
 import threading
 import uuid
@@ -8,9 +9,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
+from chainring import serializers, writers
 from chainring._files import is_url
 from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, RemoteError
+from chainring.iterators import SerialIterator
+from chainring.serializers._store import open_store
+from chainring.training import StandardUpdater, Trainer
 
 CONTENT = random.Random(0).randbytes(2 * PART + 12345)
 ODD = ["a b", "ü", "a%20b", "x#y", "p+q", "q?x", "[x]", "star*", "a&b<c>", "a\\b", ".hidden", "~t", "a=b;c:d@e,f'g\"h"]
@@ -243,11 +249,54 @@ def test_a_bucket_shows_its_address(bucket):
 
 def test_addresses_are_told_from_paths():
     assert [is_url(place) for place in ("s3://b/run", "gs://b", "az://b/x", "memory:///run")] == [True] * 4
-    assert [is_url(place) for place in ("run", "/s3/run", "s3:run", "file:///a", "http://a/b", Path("run"), 3, None)] == [
-        False
-    ] * 8
-    with pytest.raises(ValueError, match="given as text, because a Path joins its slashes: s3://bucket/run"):
-        is_url(Path("s3://bucket/run"))
+    paths = ("run", "/s3/run", "./s3:run", "s3", "s3/run", "s3//run", "lr:0.1/run", "C:/run", "c:\\run", "at 10:00/run")
+    assert not any(map(is_url, (*paths, "/http://a/b", Path("run"), Path("run:1"), b"s3://b", 3, None)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("S3://bucket/run", ": s3://bucket/run"),
+        ("s3:/bucket/run", ": s3://bucket/run"),
+        ("s3:bucket/run", ": s3://bucket/run"),
+        ("s3:\\\\bucket/run", ": s3://bucket/run"),
+        (" s3://bucket/run", ": s3://bucket/run"),
+        ("'s3://bucket/run", ": s3://bucket/run"),
+        ("s3 ://bucket/run", ": s3://bucket/run"),
+        ("gcs://bucket/run", ": gs://bucket/run"),
+        ("GS:/bucket/run", ": gs://bucket/run"),
+        ("s3a://bucket/run", ": s3://bucket/run"),
+        ("azure://bucket/run", ": az://bucket/run"),
+        ("Memory:///run", ": memory://run"),
+        ("https://bucket.s3.amazonaws.com/run", "got one with 'https'"),
+        ("file:///run", "got one with 'file'"),
+        ("hdfs://host/run", "got one with 'hdfs'"),
+        ("abfss://a/run", "got one with 'abfss'"),
+        ("https:/host/run", "got one with 'https'"),
+        (Path("s3://bucket/run"), "because a Path joins its slashes: s3://bucket/run"),
+        (Path("S3://bucket/run"), "because a Path joins its slashes: s3://bucket/run"),
+        (Path("https://host/run"), "because a Path joins its slashes; got one with 'https'"),
+    ],
+)
+def test_a_mistyped_address_is_refused_and_is_no_directory(text, said, tmp_path, monkeypatch):
+    """Whoever takes a path or an address: it is neither read nor made as a directory of that name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="an address") as refused:
+        is_url(text)
+    assert str(refused.value).partition(". ")[0].endswith(said)
+    model = torch.nn.Linear(1, 1)
+    updater = StandardUpdater(SerialIterator([1], 1), torch.optim.SGD(model.parameters(), 0.1), model)
+    for use in (
+        lambda: Trainer(updater, out=text),
+        lambda: serializers.save(text, model),
+        lambda: serializers.load(text, model),
+        lambda: open_store(text),
+        lambda: writers.CsvWriter(text),
+        lambda: writers.TensorBoardWriter(text),
+    ):
+        with pytest.raises(ValueError, match="an address"):
+            use()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

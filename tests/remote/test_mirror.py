@@ -20,7 +20,7 @@ import pytest
 from stepped import TimedBucket, World
 
 from chainring._files import replace_file
-from chainring._places.bucket import Bucket, RemoteError
+from chainring._places.bucket import PART, Bucket, RemoteError
 from chainring._places.index import Index, LeaseLostError, seal
 from chainring._places.mirror import Mirror, working_directory
 
@@ -396,6 +396,31 @@ def test_a_large_file_goes_and_comes_in_parts(s3, proxy, folder):
     assert (again / "big").read_bytes() == content
     assert max(request.received for request in proxy.requests) <= 8 << 20
     assert max(request.sent for request in proxy.requests) <= 8 << 20
+    lease.release()
+
+
+@pytest.mark.parametrize("more", [1, PART, 2 * PART + 1, -1, -PART - 6], ids=str)
+@pytest.mark.parametrize("after", ["list ", "head log"], ids=["before it is read", "while it is read"])
+def test_an_object_that_is_written_while_it_is_fetched_comes_whole_or_is_refused(folder, more, after):
+    """By an earlier writer that does not know that it has lost; it is never cut to the size of the listing."""
+    world, url = World(), next(URLS)
+    size, content = 2 * PART + 5, b"b" * (2 * PART + 5 + more)
+    Bucket(url).put("log", b"a" * size)
+
+    def write_after():
+        if world.requests[-1:] == [after]:
+            Bucket(url).put("log", content)
+
+    reader = TimedBucket(url, world, write_after)
+    lease = Index(reader, period=None)
+    mirror = Mirror(reader, folder, lease, look=None)
+    if after == "list ":
+        mirror.fetch()
+        assert (folder / "log").read_bytes() == content
+    else:
+        with pytest.raises(RemoteError, match="log was written while it was read; try again"):
+            mirror.fetch()
+        assert not (folder / "log").exists()
     lease.release()
 
 

@@ -228,7 +228,7 @@ class Mirror:
             else:
                 head = self._bucket.head(name)
                 starts = range(0, head.size, PART)
-                pieces = (self._bucket.read(name, start, min(PART, entry.size - start)) for start in starts)
+                pieces = (self._bucket.read(name, start, min(PART, head.size - start)) for start in starts)
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "xb") as output:
                 for piece in pieces:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from chainring._files import is_url
 from chainring._runs.comparison import compare_runs
 from chainring._runs.finished import FinishedRun
 from chainring.cli._common import add_command, ended_by_sigterm, printable, show
@@ -65,6 +66,8 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.port is not None:
         raise ValueError("--port is that of the server of --watch; add --watch, or leave it out")
+    if is_url(options.out):
+        raise ValueError(f"--out is a file on the disk, and {options.out} is an address; give a path, and copy it there")
     file = options.out and Path(options.out)
     facts: dict[str, Any] = {}
     if len(options.runs) > 1:

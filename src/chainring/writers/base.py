@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring import _random
-from chainring._files import parse_strict, read_regular, replace_file
+from chainring._files import is_url, parse_strict, read_regular, replace_file
 from chainring._messages import warn
 from chainring.reporting.media import Image, Media, Text
 
@@ -158,6 +158,8 @@ def check_path(argument: str, path: str | os.PathLike[str]) -> str:
     """Return a path in the run's ``out``, or an absolute path, as a string."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise TypeError(f"{argument} is a name in the run's out, or an absolute path; got {path!r}")
+    if is_url(path):
+        raise ValueError(f"{argument} is a name in the run's out, and {path} is an address; give the address as the run's out")
     return str(os.fspath(path))
 
 
