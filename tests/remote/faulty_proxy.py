@@ -15,6 +15,7 @@ of such an answer repeats what the client has sent. "stall" ends when the client
 
 import http.client
 import random
+import re
 import select
 import socket
 import struct
@@ -33,6 +34,8 @@ ENDING = (
     "cut response",  # in its body
 )  # fmt: skip
 STALLING = ("stall", "stall after", "stall response")  # silence; the second and third were carried out
+HTML = "200 html"  # an answer that is none of the store: the page of a login, or of a proxy on the way
+EMPTY, SHORT = "200 empty", "200 short"  # listings: of nothing, and without what has "snapshot" in its key
 FAULTS = ENDING + STALLING
 
 
@@ -191,7 +194,12 @@ class _Handler(BaseHTTPRequestHandler):
         content = self._read(size // 2 if fault == "cut request" else size)
         if fault in ("cut", "cut request"):
             raise _CutError
-        if fault[:3].isdigit() and not fault.endswith("after"):
+        if fault == HTML:
+            page = b"<html><head><title>Sign in</title></head><body><p>Sign in to the network</p></body></html>"
+            return self._answer(200, {"content-type": "text/html"}, page)
+        if fault == EMPTY:
+            return self._answer(200, {"content-type": "application/xml"}, b"<ListBucketResult></ListBucketResult>")
+        if fault[:3].isdigit() and not fault.endswith("after") and fault != SHORT:
             error = (
                 f"<Error><Code>{fault[4:]}</Code><Message>You sent {escape(self.path + str(self.headers))}</Message></Error>"
             )
@@ -203,6 +211,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise _CutError
         if fault in ("500 after", "503 after"):
             return self._answer(int(fault[:3]), {}, b"")
+        if fault == SHORT:
+            body = re.sub(rb"<Contents>\s*<Key>[^<]*snapshot.*?</Contents>", b"", body, flags=re.DOTALL)
         return self._answer(status, answered, body, fault)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass  # noqa: N815

@@ -48,9 +48,9 @@ class TimedBucket(Bucket):
             entry = super().head(key)
             return entry._replace(modified=self._when(entry.tag))
 
-    def list(self, prefix=""):
+    def list(self, prefix="", expected=()):
         with self._request(f"list {prefix}"):
-            return super().list(prefix)
+            return super().list(prefix, expected)
 
     def put(self, key, content, expected=None):
         with self._request(f"put {key}"):

@@ -1,5 +1,6 @@
 """A run at an address keeps what a run in a directory keeps: it goes on to the same bits, and nobody else writes there."""
 
+import contextlib
 import json
 import os
 import warnings
@@ -11,7 +12,7 @@ from torch import nn
 
 import chainring
 from chainring import serializers
-from chainring._places.bucket import MISSING, Bucket
+from chainring._places.bucket import MISSING, Bucket, RemoteError
 from chainring._places.index import Index, LeaseLostError, seal
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
@@ -276,6 +277,53 @@ def test_retention_removes_the_files_of_old_snapshots_without_listing_the_run(s3
     trainer_of(place, 8).run()
     assert {key.partition("/")[0] for key in keys_of(place) if "/" in key} == {"snapshot_iter_28", "snapshot_iter_32"}
     assert proxy.count("GET", "list-type") < 3 * 8
+
+
+@pytest.mark.parametrize("fault", ["200 html", "200 empty", "200 short"])
+@pytest.mark.parametrize("times", [1, 10**6], ids=["once", "always"])
+@pytest.mark.parametrize("skip", range(4))
+def test_a_listing_that_is_none_hides_no_snapshot(s3, proxy, fault, times, skip):
+    """At any moment of a start: the run continues where it was, or is refused, and then continues when the store answers."""
+    place = f"{s3}/run"
+    trainer_of(place, 1).run()
+    proxy.fail(fault, method="GET", key="list-type", times=times, skip=skip)
+    began = []
+    trainer = trainer_of(place, 2)
+    trainer.extend(lambda trainer: began.append(trainer.updater.iteration), trigger=(1, "iteration"))
+    with warnings.catch_warnings(), contextlib.suppress(RemoteError):
+        warnings.simplefilter("ignore")
+        trainer.run()
+    proxy.heal()
+    assert began[:1] in ([], [5])
+    assert not {"previous", "abandoned"} & {key.partition("/")[0] for key in keys_of(place)}
+    trainer = resumed(place, 3)
+    assert [row["iteration"] for row in rows_of(trainer)] == [4, 8, 12]
+
+
+@pytest.mark.parametrize("fault", ["200 html", "200 empty", "200 short"])
+def test_a_store_that_goes_on_listing_nothing_is_refused_with_what_is_lacking(s3, proxy, fault):
+    place = f"{s3}/run"
+    trainer_of(place, 1).run()
+    proxy.fail(fault, method="GET", key="list-type", times=10**6)
+    lacking = "snapshot_iter_4/manifest.json" if fault == "200 short" else ".lease"
+    with pytest.raises(RemoteError, match=f"the answer is without {lacking}, which is there"):
+        trainer_of(place, 2).run()
+
+
+def test_a_file_of_the_run_is_not_what_something_on_the_way_has_answered(s3, proxy):
+    """The page of a login has no state, which every store tells of an object: it is asked for again."""
+    place = f"{s3}/run"
+    trainer_of(place, 1).run()
+    for key in ("run/log", "run/log.jsonl", "run/run.json", "manifest.json", ".lease"):
+        proxy.fail("200 html", method="GET", key=key)
+    assert [row["iteration"] for row in rows_of(resumed(place, 2))] == [4, 8]
+
+
+def test_a_snapshot_that_a_person_has_removed_is_not_waited_for(place):
+    """The index lists it still; it is not there, which the store says when it is asked."""
+    trainer_of(place, 2).run()
+    Bucket(place).delete(key for key in keys_of(place) if key.startswith("snapshot_iter_8/"))
+    assert [row["iteration"] for row in rows_of(resumed(place, 3))] == [4, 8, 12]
 
 
 def test_a_rehearsal_leaves_nothing_there(place):

@@ -136,8 +136,11 @@ class Place(ABC):
         """Return whether anything has that name: a snapshot, sound or not, a link or a file."""
 
     @abstractmethod
-    def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the bytes of what is in a folder; ``None`` of what is not a regular file."""
+    def sizes(self, folder: str, expected: Iterable[str] = ()) -> dict[str, int | None]:
+        """Return the bytes of what is in a folder; ``None`` of what is not a regular file.
+
+        An answer that hides ``expected`` files, as that of an object store may, is an error.
+        """
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -272,7 +275,7 @@ class Directory(Place):
     def exists(self, name: str) -> bool:
         return os.path.lexists(self.root / name)
 
-    def sizes(self, folder: str) -> dict[str, int | None]:
+    def sizes(self, folder: str, expected: Iterable[str] = ()) -> dict[str, int | None]:
         path = self.root / folder
         entries = {entry.name: os.lstat(entry) for entry in os.scandir(path)} if path.is_dir() else {}
         return {name: entry.st_size if stat.S_ISREG(entry.st_mode) else None for name, entry in entries.items()}

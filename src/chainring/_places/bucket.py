@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chainring._files import SCHEMES
 from chainring._places.base import RemoteError, StoredFile
-from chainring._places.connection import PATIENCE, ChangedError, Connection, Patience, obstore
+from chainring._places.connection import NOT_OF_A_STORE, PATIENCE, ChangedError, Connection, Patience, obstore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -109,7 +109,10 @@ class Bucket:
 
         def request() -> StoredObject:
             result = obstore().get(self._connection.asking, path)
-            return StoredObject(bytes(result.bytes()), _tag(result.meta), result.meta["last_modified"])
+            stored = StoredObject(bytes(result.bytes()), _tag(result.meta), result.meta["last_modified"])
+            if stored.tag == MISSING:  # every store tells the state of an object
+                raise OSError(NOT_OF_A_STORE)
+            return stored
 
         return self._connection.call("read", f"{self.url}/{key}", request)
 
@@ -230,15 +233,36 @@ class Bucket:
                 "later version of this one"
             )
 
-    def list(self, prefix: str = "") -> list[Entry]:
-        """Return the objects whose keys begin with ``prefix``, by key."""
-        folder = self._prefix + prefix.rpartition("/")[0]
+    def has(self, key: str) -> bool:
+        """Return whether an object is there."""
+        try:
+            self.head(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str = "", expected: Iterable[str] = ()) -> list[Entry]:
+        """Return the objects whose keys begin with ``prefix``, by key.
+
+        An answer of something on the way to the store, such as the page of a login, reads like an empty or a shorter
+        listing. So an empty one is asked for again, and one without an ``expected`` key is refused where that is there.
+
+        Raises:
+            RemoteError: it cannot be listed, or the answer is no listing.
+        """
+        folder, place = self._prefix + prefix.rpartition("/")[0], f"{self.url}/{prefix}".rstrip("/")
 
         def request() -> list[Entry]:
             chunks = obstore().list(self._connection.asking, folder or None)
             return [self._entry(meta) for chunk in chunks for meta in chunk]
 
-        entries = self._connection.call("listed", f"{self.url}/{prefix}".rstrip("/"), request)
+        entries = self._connection.call("listed", place, request) or self._connection.call("listed", place, request)
+        absent = set(expected) - {entry.key for entry in entries}
+        if (lacking := next(filter(self.has, sorted(absent)), None)) is not None:
+            raise RemoteError(
+                f"{place} cannot be listed: the answer is without {lacking}, which is there, so something on the way has "
+                "answered for the store, or it has cut the answer; try again"
+            )
         return sorted(entry for entry in entries if entry.key.startswith(prefix))
 
     def _path(self, key: str) -> str:

@@ -247,7 +247,9 @@ _CODES = {  # of the store, in the body of its answer
 _BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 _HEALING = (408, 429, 500, 502, 503, 504)
 _HEALING_CODES = ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted", "SlowDown", "InternalError")
+NOT_OF_A_STORE = "the answer is not that of a store"
 _SILENCE = [  # by what stands in an error that has no answer of the store
+    (NOT_OF_A_STORE, Trouble(NOT_OF_A_STORE, f"something on the way to it has answered: {_ENDPOINT}", heals=True)),
     ("dns error", Trouble("the name of the store is not known", _ENDPOINT, heals=True, is_silent=True)),
     ("ConnectionRefused", Trouble("nothing answers at the address of the store", _ENDPOINT, heals=True, is_silent=True)),
     ("BadScheme|InvalidContentType|ertificate", Trouble("the store does not speak TLS as it must", _ENDPOINT)),

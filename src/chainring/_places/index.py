@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from chainring._files import parse_strict
 from chainring._messages import warn
-from chainring._places.base import STAMP
-from chainring._places.bucket import MISSING, Bucket, ChangedError, RemoteError, StoredObject, Tag
+from chainring._places.base import MANIFEST, STAMP
+from chainring._places.bucket import MISSING, Bucket, ChangedError, Entry, RemoteError, StoredObject, Tag
 
 SECONDS = 30  # for which nobody else takes an index that was replaced
 PERIOD = 9.0  # seconds between replacements
@@ -135,6 +135,12 @@ def read_record(bucket: Bucket) -> Record | None:
     """Return what the index under an address says, ``None`` if there is none; raise `RemoteError` if it is damaged."""
     stored = _read(bucket)
     return None if stored is None else Record.parse(stored.content, f"{bucket.url}/{KEY}")
+
+
+def list_run(bucket: Bucket, record: Record | None) -> list[Entry]:
+    """Return the objects of a run; a listing without its index, or without what that lists, is none: see `Bucket.list`."""
+    listed = () if record is None else record.snapshots
+    return bucket.list(expected=(KEY, *(f"{name}/{MANIFEST}" for name in listed)))
 
 
 def _read(bucket: Bucket) -> StoredObject | None:

@@ -30,7 +30,7 @@ from chainring._files import is_regular, open_regular, parse_strict
 from chainring._messages import OneTimeWarning, warn
 from chainring._places.base import MANIFEST
 from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, Entry, RemoteError, StoredObject, Tag
-from chainring._places.index import Index, LeaseLostError
+from chainring._places.index import Index, LeaseLostError, list_run
 
 LOOK = 10.0  # seconds between looks for files that have changed
 PAUSE = 30.0  # seconds before a file is put again
@@ -115,7 +115,7 @@ class Mirror:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         atexit.register(self._remove)
-        entries = self._bucket.list()
+        entries = list_run(self._bucket, self._index.record)
         for entry in entries:
             if (match := _ARCHIVED.fullmatch(entry.key)) and match["number"]:
                 (self.folder / match["archive"] / match["number"]).mkdir(parents=True, exist_ok=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from chainring._files import Sink
 from chainring._places.base import MANIFEST, Place, StoredFile, check_name, digest_of
-from chainring._places.bucket import MISSING, Bucket, ChangedError, RemoteError, Tag
-from chainring._places.index import Index, Record, read_record, stamp_of
+from chainring._places.bucket import MISSING, Bucket, ChangedError, Entry, RemoteError, Tag
+from chainring._places.index import Index, Record, list_run, read_record, stamp_of
 from chainring._places.mirror import LARGEST_LINK, Mirror, read_link, working_directory
 
 _RECORD = "run.json"
@@ -76,9 +76,12 @@ class RemotePlace(Place):
         finally:
             self.index.release()
 
+    def _list(self) -> list[Entry]:
+        return list_run(self.bucket, None if self.index is None else self.index.record)
+
     def states(self) -> dict[str, Hashable | None]:
         states: dict[str, Tag | None] = {}
-        for entry in self.bucket.list():
+        for entry in self._list():
             name, slash, rest = entry.key.partition("/")
             if rest == MANIFEST and not name.startswith("."):
                 states[name] = entry.tag
@@ -94,9 +97,10 @@ class RemotePlace(Place):
     def exists(self, name: str) -> bool:
         return any(entry.key == name or entry.key.startswith(f"{name}/") for entry in self.bucket.list(name))
 
-    def sizes(self, folder: str) -> dict[str, int | None]:
+    def sizes(self, folder: str, expected: Iterable[str] = ()) -> dict[str, int | None]:
         prefix = f"{folder}/" if folder else ""
-        return {entry.key.removeprefix(prefix): entry.size for entry in self.bucket.list(prefix)}
+        entries = self.bucket.list(prefix, [f"{prefix}{name}" for name in expected])
+        return {entry.key.removeprefix(prefix): entry.size for entry in entries}
 
     def read(self, name: str) -> bytes:
         return self.bucket.get(name).content
@@ -119,7 +123,7 @@ class RemotePlace(Place):
         return self.bucket.upload(name)
 
     def draft(self, name: str) -> str:
-        is_taken = _has(self.bucket, name)
+        is_taken = self.bucket.has(name)
         with suppress(FileNotFoundError):
             manifest = self.read(f"{name}/{MANIFEST}")
             is_taken = is_taken or self.admits(name, stamp_of(manifest), digest_of(manifest))
@@ -181,7 +185,7 @@ class RemotePlace(Place):
         elif (target := self.link_target(name)) is not None:
             self.bucket.put(f"{archive}/{name}", _link_to(target), MISSING)
             self.link(name, None)
-        elif _has(self.bucket, name):
+        elif self.bucket.has(name):
             self.bucket.put(f"{archive}/{name}", self.read(name), MISSING)
             self.bucket.delete([name])
         # Else files without a manifest have the name, which the next run removes.
@@ -199,7 +203,7 @@ class RemotePlace(Place):
                 self.index.change(links={name: None})
             self.bucket.delete([name])
             return
-        if self.link_target(name) is None and _has(self.bucket, name):
+        if self.link_target(name) is None and self.bucket.has(name):
             raise FileExistsError(f"{self.url}/{name} is in the way of a link to {target!r}; choose another name")
         run = None
         if self.index is not None:
@@ -209,7 +213,7 @@ class RemotePlace(Place):
 
     def links(self) -> dict[str, str]:
         record = read_record(self.bucket) if self.index is None else self.index.record
-        small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size <= LARGEST_LINK]
+        small = [entry.key for entry in self._list() if "/" not in entry.key and entry.size <= LARGEST_LINK]
         listed = {} if record is None else record.links
         copied = {name: target for name in small if (target := _copied_link(self.bucket, name, record)) is not None}
         return dict(sorted({**copied, **listed}.items()))
@@ -225,7 +229,7 @@ class RemotePlace(Place):
             self._mirror.persist(path)
 
     def sweep(self, folders_of: Callable[[Iterable[str]], Mapping[str, str | None]]) -> list[str]:
-        keys = [entry.key for entry in self.bucket.list()]
+        keys = [entry.key for entry in self._list()]
         named = {key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")}
         drafts = {match["draft"]: match["name"] for key in keys if (match := _DRAFT.fullmatch(key))}
         there = {name for name in named if "/" not in name}
@@ -241,14 +245,6 @@ class RemotePlace(Place):
         files = [key for key in keys if (match := _DRAFT.fullmatch(key)) and match["draft"] in unfinished]
         self.bucket.delete([*(f"{name}/{MANIFEST}" for name in there - valid.keys()), *files])
         return sorted(unfinished)
-
-
-def _has(bucket: Bucket, key: str) -> bool:
-    try:
-        bucket.head(key)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _copied_link(bucket: Bucket, name: str, record: Record | None) -> str | None:

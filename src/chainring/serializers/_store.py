@@ -20,7 +20,7 @@ from typing import Any
 from chainring._files import Sink, is_regular, is_url, parse_strict, write_error
 from chainring._messages import list_names
 from chainring._places import base, open_place
-from chainring._places.base import MANIFEST, STAMP, StoredFile, check_name, digest_of
+from chainring._places.base import MANIFEST, STAMP, RemoteError, StoredFile, check_name, digest_of
 
 Place = str | os.PathLike[str]
 """A path, or an address in an object store such as ``s3://bucket/run``."""
@@ -123,7 +123,7 @@ class SavedSnapshot:
 
     def sizes(self, manifest: Manifest) -> dict[str, int | None]:
         """Return the bytes of each file that is there, without the manifest; ``None`` of what is not a regular file."""
-        sizes = self._files.sizes(self.folder(manifest))
+        sizes = self._files.sizes(self.folder(manifest), manifest.files)
         return {name: size for name, size in sizes.items() if manifest.folder or name != MANIFEST}
 
     def folder(self, manifest: Manifest) -> str:
@@ -364,6 +364,8 @@ def find_newest(
             continue
         try:
             store.snapshot(name).verify(content=False)
+        except RemoteError:  # of what is not seen nobody knows that it is damaged
+            raise
         except (CorruptError, OSError) as error:
             warn(f"snapshot {name!r} is skipped: {error}")
             damaged.append(name)
