@@ -143,6 +143,34 @@ def test_a_scalar_that_the_type_does_not_hold_comes_back_as_it_was_saved(saved, 
     assert (type(result), repr(result)) == (type(saved), repr(saved))
 
 
+@pytest.mark.parametrize(
+    ("saved", "given", "expected"),
+    [
+        (np.array(5), 0, 5), (np.array(5, np.int8), 0, 5), (np.array(2.5), 0.0, 2.5), (np.array(2.5, np.float32), 0.0, 2.5),
+        (np.array(5), 0.0, 5.0), (np.array(5.0), 0, 5), (np.array(True), False, True), (np.array("abc"), "", "abc"),
+        (np.array(5), np.float32(0), np.float32(5)), (np.array(7, ">i4"), 0, 7), (np.array(math.inf), 0.0, math.inf),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_scalar_in_an_array_without_dimensions_comes_back_in_the_type_of_the_one_given(saved, given, expected):
+    """Chainer's serializers keep every scalar so, and its npz files have it so."""
+    result = DictionaryDeserializer({"value": saved})("value", given)
+    assert (type(result), repr(result)) == (type(expected), repr(expected))
+
+
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        (np.array(2.5), 0), (np.array(2), False), (np.array("3"), 0), (np.array(3), ""), (np.array([5]), 0),
+        (np.array(0.1), np.float32(0)),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_array_without_dimensions_that_the_type_does_not_hold_stays_an_array(saved, given):
+    result = DictionaryDeserializer({"value": saved})("value", given)
+    assert (type(result), repr(result)) == (np.ndarray, repr(saved))
+
+
 def test_a_running_average_that_became_a_tensor_stays_a_tensor():
     """As a Python number it would be rounded in other places in the next update."""
     result = loaded(torch.tensor(0.1), 0.0)

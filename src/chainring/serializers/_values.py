@@ -47,8 +47,14 @@ SCALARS = (*_NUMBERS, str)
 
 
 def to_type_of(value: Any, saved: Any) -> Any:
-    """Return a saved number or string in the type of ``value``, or unchanged if that type cannot represent it exactly."""
+    """Return a saved number or string in the type of ``value``, or unchanged if that type cannot represent it exactly.
+
+    It may be in an array without dimensions, in which Chainer keeps it. A tensor, on which the object computes, stays one.
+    """
     cls, is_text = type(value), isinstance(value, str)
+    if isinstance(saved, np.ndarray) and not saved.ndim:
+        converted = to_type_of(value, saved[()])
+        return converted if type(converted) is cls else copy_value(saved)
     is_same_kind = isinstance(saved, str) if is_text else isinstance(saved, _NUMBERS) and not is_text
     if type(saved) is cls or not is_same_kind or np.timedelta64 in (cls, type(saved)):
         return copy_value(saved)

@@ -159,7 +159,7 @@ def check_path(argument: str, path: str | os.PathLike[str]) -> str:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise TypeError(f"{argument} is a name in the run's out, or an absolute path; got {path!r}")
     if is_url(path):
-        raise ValueError(f"{argument} is a name in the run's out, and {path} is an address; give the address as the run's out")
+        raise ValueError(f"{argument} is a name in the run's out, and {path} is an address; give it as the run's out")
     return str(os.fspath(path))
 
 
