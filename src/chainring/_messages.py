@@ -42,7 +42,12 @@ def showable(text: str, out: Any) -> str:
 def list_names(names: Collection[str], most: int, between: str = ", ") -> str:
     """Return the first names as text, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", " if more else between).join(list(names)[:most]) + more
+    return (", " if more else between).join(map(printable, list(names)[:most])) + more
+
+
+def printable(text: object) -> str:
+    """Return text of a file from anywhere, with the characters escaped that could control the terminal."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
 
 
 def _bars() -> Any:

@@ -216,6 +216,143 @@ def test_numbers_are_refused_where_the_saved_model_had_its_modules_in_another_or
         serializers.load(tmp_path / "file", training.Trainer(updater, out=tmp_path / "out"))
 
 
+def below(**models):
+    """One state dict of several models, each below its name."""
+    return {f"{name}.{key}": value for name, model in models.items() for key, value in model.state_dict().items()}
+
+
+def apart(**models):
+    return {name: model.state_dict() for name, model in models.items()}
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        (below(generator=pair(), discriminator=pair()), ("discriminator", "generator")),
+        (below(model=pair(), ema=pair()), ("ema", "model")),
+        (below(student=pair(), teacher=pair()), ("student", "teacher")),
+        (below(module=pair(), model_ema=pair()), ("model_ema", "module")),
+        ({"state_dict": below(online=pair(), target=pair())}, ("online", "target")),
+        (apart(generator=pair(), discriminator=pair()), ("discriminator", "generator")),
+        (apart(model=pair(), net=pair()), ("model", "net")),
+        (apart(state_dict=pair(), module=pair(), ema=pair()), ("module", "state_dict")),
+    ],
+    ids=lambda value: " and ".join(value) if isinstance(value, tuple) else "",
+)
+def test_of_several_models_that_fit_one_is_taken_by_its_name_alone(tmp_path, content, names):
+    """None is taken because its name comes first, whether they stand in one state dict or in several."""
+    torch.save(content, tmp_path / "file")
+    own = pair()
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=f"{names[0]}.*{names[1]}.* by path_in_snapshot"):
+            serializers.load(tmp_path / "file", own, strict=strict)
+    assert_same(dict(own.state_dict()), before)
+    for name in names:
+        serializers.load(tmp_path / "file", own, name)
+        part = content.get(name) or {key: content.get("state_dict", content)[f"{name}.{key}"] for key in before}
+        assert_same(dict(own.state_dict()), dict(part))
+
+
+@pytest.mark.parametrize(("usual", "other"), [("model", "ema"), ("state_dict", "state_dict_ema"), ("model", "critic")])
+def test_the_model_of_the_usual_name_is_taken_beside_others_and_they_are_named(tmp_path, capsys, usual, other):
+    """An average of the parameters is loaded by its name."""
+    model, average = pair(), pair()
+    torch.save({usual: model.state_dict(), other: average.state_dict(), "epoch": 2}, tmp_path / "file")
+    own = pair()
+    serializers.load(tmp_path / "file", own)
+    assert_same(dict(own.state_dict()), dict(model.state_dict()))
+    assert f"not loaded: {other}" in capsys.readouterr().out
+    serializers.load(tmp_path / "file", own, other)
+    assert_same(dict(own.state_dict()), dict(average.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("_orig_mod.", ""), ("", "_orig_mod."), ("module._orig_mod.", "module."), ("_orig_mod.", "_orig_mod._orig_mod.")],
+)
+def test_a_name_with_and_without_the_prefix_of_a_compiled_module_is_refused(tmp_path, first, second):
+    """Two models in one state dict, of which the second would take the place of the first."""
+    content = {prefix + key: value for prefix in (first, second) for key, value in pair().state_dict().items()}
+    torch.save(content, tmp_path / "file")
+    with pytest.raises(ValueError, match="with and without '_orig_mod"):
+        serializers.load(tmp_path / "file", pair())
+
+
+class Holding(nn.Module):
+    """A buffer of some dtype."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.register_buffer("value", value)
+
+
+@pytest.mark.parametrize(
+    ("number", "saved", "own"),
+    [
+        (70000.0, torch.float32, torch.float16), (1e39, torch.float64, torch.float32), (3e38, torch.bfloat16, torch.float16),
+        (1e300, torch.float64, torch.bfloat16), (1e39 + 1j, torch.complex128, torch.complex64),
+        (300, torch.int64, torch.int8), (2**40, torch.int64, torch.int32), (-1, torch.int64, torch.uint8),
+        (200, torch.uint8, torch.int8), (-1, torch.int64, torch.uint64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_the_dtype_of_the_model_lacks_are_refused(tmp_path, number, saved, own):
+    """They would become infinite, or another integer; nothing is changed."""
+    torch.save({"value": torch.tensor([number], dtype=saved)}, tmp_path / "file")
+    model = Holding(torch.ones(1, dtype=own))
+    with pytest.raises(RuntimeError, match=f"{saved} there, {own} here, which lacks its values"):
+        serializers.load(tmp_path / "file", model)
+    assert model.value.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("number", "saved", "own", "is_rounded"),
+    [
+        (0.1, torch.float32, torch.float16, True), (0.1, torch.float32, torch.bfloat16, True),
+        (0.1, torch.float16, torch.bfloat16, True), (1e-30, torch.float32, torch.float16, True),
+        (0.1, torch.float64, torch.float32, True), (1e-20, torch.bfloat16, torch.float16, True),
+        (0.5, torch.float32, torch.float16, False), (float("inf"), torch.float32, torch.float16, False),
+        (float("nan"), torch.float64, torch.float32, False), (0.1, torch.float16, torch.float32, False),
+        (100, torch.int64, torch.int8, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_conversion_that_changes_a_value_is_printed(tmp_path, capsys, number, saved, own, is_rounded):
+    value = torch.tensor([number], dtype=saved)
+    torch.save({"value": value}, tmp_path / "file")
+    model = Holding(torch.ones(1, dtype=own))
+    serializers.load(tmp_path / "file", model)
+    assert repr(model.value) == repr(value.to(own))
+    assert ("rounded: " in capsys.readouterr().out) == is_rounded
+
+
+@pytest.mark.parametrize(
+    "order", [("1.weight", "1.bias", "0.weight", "0.bias"), ("0.weight", "1.bias", "1.weight", "0.bias")]
+)
+def test_parameters_of_one_shape_in_another_order_than_the_model_are_refused(tmp_path, order):
+    """Saved by number, in the order of the model: their moments would be exchanged."""
+    model, own = pair(), pair()
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
+    named = dict(own.named_parameters())
+    updater = training.StandardUpdater(SerialIterator([0, 1], 2), torch.optim.Adam([named[name] for name in order]), own)
+    with pytest.raises(ValueError, match="parameters of one shape in another order than the model"):
+        serializers.load(tmp_path / "file", training.Trainer(updater, out=tmp_path / "out"))
+
+
+def test_names_that_control_a_terminal_are_printed_as_text(tmp_path, capsys):
+    """Those of entries and of what is not loaded, in reports and in errors."""
+    torch.save({"model": pair().state_dict(), "\x1b[31m": 3}, tmp_path / "file")
+    serializers.load(tmp_path / "file", pair())
+    torch.save({**pair().state_dict(), "\x1b[2Jmore": torch.ones(1)}, tmp_path / "other")
+    with pytest.raises(RuntimeError, match=r"unexpected: \\x1b\[2Jmore") as refused:
+        serializers.load(tmp_path / "other", pair())
+    shown = capsys.readouterr().out + str(refused.value)
+    assert "\\x1b[31m" in shown
+    assert "\x1b" not in shown
+
+
 def test_several_optimizers_with_names_are_found_by_them(tmp_path):
     """Of a snapshot of pytorch-pfn-extras; other names are refused, because nothing else tells them apart."""
     model = pair()

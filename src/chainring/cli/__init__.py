@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from chainring._messages import printable
 from chainring._version import __version__
 from chainring.cli import bisect, diff, export, inspect, replay, report, verify_resume
-from chainring.cli._common import add_command, help_formatter, printable
+from chainring.cli._common import add_command, help_formatter
 from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]

@@ -15,11 +15,6 @@ from typing import Any
 from chainring._files import to_json
 
 
-def printable(text: object) -> str:
-    """Return text of a file from anywhere, with the characters escaped that could control the terminal."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
-
-
 def help_formatter(prog: str) -> argparse.HelpFormatter:
     """Return a formatter that keeps text as written, and sets arguments as wide as the terminal, up to a readable width."""
     width = min(shutil.get_terminal_size().columns, 100) - 2

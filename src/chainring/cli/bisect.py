@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chainring._messages import list_names
+from chainring._messages import list_names, printable
 from chainring._runs.conditions import Condition, Evidence, collect
-from chainring.cli._common import add_command, printable, show
+from chainring.cli._common import add_command, show
 from chainring.cli.replay import (
     RecordedRun,
     add_run,

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chainring._messages import printable
 from chainring._runs.comparison import CAUSES, Comparison, Difference, compare_runs, first_difference
 from chainring._runs.finished import FinishedRun
-from chainring.cli._common import add_command, printable, show
+from chainring.cli._common import add_command, show
 from chainring.cli.replay import RecordedRun
 from chainring.serializers._store import CorruptError
 from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chainring._files import flush, is_url, temporary_path
+from chainring._messages import printable
 from chainring._places.base import StoredFile
 from chainring._runs.finished import describe_file, is_file, locate
-from chainring.cli._common import add_command, printable, show
+from chainring.cli._common import add_command, show
 from chainring.serializers._loading import model_prefix, opened_state
 from chainring.serializers._saving import replacing, save_tensors
 from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file

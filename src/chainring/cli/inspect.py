@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from chainring._messages import list_names
+from chainring._messages import list_names, printable
 from chainring._places.base import StoredFile
 from chainring._runs.finished import describe_file, describe_foreign_file, is_model, locate
-from chainring.cli._common import add_command, printable, show
+from chainring.cli._common import add_command, show
 from chainring.serializers._safetensors import read_entries, verify_file
 from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import is_url
+from chainring._messages import printable
 from chainring._runs.finished import FinishedRun, start_in_force
-from chainring.cli._common import add_command, ended_by_sigterm, printable, show
+from chainring.cli._common import add_command, ended_by_sigterm, show
 from chainring.testing._replay_process import replay_script
 from chainring.testing.replay import NoReplay
 from chainring.training._run_directory import read_record

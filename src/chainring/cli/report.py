@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import is_url
+from chainring._messages import printable
 from chainring._runs.comparison import compare_runs
 from chainring._runs.finished import FinishedRun
-from chainring.cli._common import add_command, ended_by_sigterm, printable, show
+from chainring.cli._common import add_command, ended_by_sigterm, show
 from chainring.html_report import Parting, names_of, watch, write, write_several
 
 _PORT = 8642

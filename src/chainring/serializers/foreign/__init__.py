@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chainring._messages import list_names
+from chainring._messages import list_names, printable
 from chainring._naming import unwrap
 from chainring.serializers._values import copy_value, is_same_value
 from chainring.serializers.foreign import directories, files
@@ -81,7 +81,7 @@ class ForeignPlan:
             loaded = _StateOfForeign({**capture(self._obj, comm=self._obj.comm).target, **self._changes})
             loaded.comm = self._obj.comm
             loaded.visit("", self._obj)
-        return "\n  ".join(self._report)
+        return "\n  ".join(map(printable, self._report))
 
     def _plan_optimizers(self, models: list[ModelPlan]) -> None:
         own, theirs = self._obj.updater.get_all_optimizers(), self._saved.optimizers

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -44,23 +45,23 @@ def plan_models(
     path: Path, saved: ForeignCheckpoint, models: Mapping[str, nn.Module], prefix: str, strict: bool
 ) -> list[ModelPlan]:
     """Return the entries of each model in a checkpoint; those of a single model are below ``prefix``."""
+    entries, taken = saved.models.get(saved.main), {saved.main}
+    if entries is None and len(saved.models) == 1:
+        taken, entries = set(saved.models), next(iter(saved.models.values()))
     if len(models) == 1:
         (name,) = models
         if prefix in saved.models:
-            entries, prefix = saved.models[prefix], ""
-        elif len(saved.models) == 1 or "main" in saved.models:
-            entries = saved.models.get("main") or next(iter(saved.models.values()))
-        else:
+            entries, taken, prefix = saved.models[prefix], {prefix}, ""
+        if entries is None:
             raise ValueError(f"{path} has the models {sorted(saved.models)}; name one by path_in_snapshot, or {_SEVERAL}")
         parts = {name: (entries, prefix)}
     elif saved.models.keys() == models.keys():
-        parts = {name: (saved.models[name], "") for name in models}
-    else:  # one state dict for all of them, each below its name
-        entries = next(iter(saved.models.values()))
-        parts = {name: (entries, name) for name in models}
-        are_there = all(any(entry.startswith(f"{name}.") for entry in entries) for name in models)
-        if len(saved.models) != 1 or not are_there:
-            raise ValueError(f"{path} has the models {sorted(saved.models)}, and the updater {sorted(models)}: {_SEVERAL}")
+        parts, taken = {name: (saved.models[name], "") for name in models}, set(models)
+    elif entries is not None and all(any(entry.startswith(f"{name}.") for entry in entries) for name in models):
+        parts = {name: (entries, name) for name in models}  # one state dict for all of them, each below its name
+    else:
+        raise ValueError(f"{path} has the models {sorted(saved.models)}, and the updater {sorted(models)}: {_SEVERAL}")
+    saved.left = [*(name for name in saved.models if name not in taken), *saved.left]
     return [_plan_model(path, name, models[name], *parts[name], saved.is_ordered, strict) for name in models]
 
 
@@ -76,7 +77,10 @@ def _plan_model(
         below = {name: name.removeprefix(f"{prefix}.") for name in saved if name.startswith(f"{prefix}.")}
         if not below:
             raise ValueError(f"{path} has nothing under {prefix!r}; it has {list_names(saved, _SHOWN)}")
-    names, words = _match(below, list(live), tied)
+    try:
+        names, words = _match(below, list(live), tied)
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
     found = {own_name: saved[name] for name, own_name in names.items()}
     for name in live.keys() - found.keys():  # a tied one is written under one of its names
         written = next((alias for alias in tied.get(name, ()) if alias in found), None)
@@ -101,7 +105,7 @@ def _plan_model(
     if unexpected:
         report.append(f"not loaded: {list_names(unexpected, _SHOWN)}")
     pairs = [(found[name], value) for name, value in values.items() if isinstance(found.get(name), Tensor)]
-    if less := {f"{a.dtype} to {b.dtype}" for a, b in pairs if isinstance(b, Tensor) and b.itemsize < a.itemsize}:
+    if less := {f"{a.dtype} to {b.dtype}" for a, b in pairs if _change(a, b)}:
         report.append(f"rounded: {', '.join(sorted(less)).replace('torch.', '')}")
     if classes := {type(module).__name__ for _, module in own_states(model)}:
         report.append(f"missing: the state that serialize of {', '.join(sorted(classes))} declares")
@@ -141,10 +145,16 @@ def _match(saved: Mapping[str, str], own: list[str], tied: Mapping[str, list[str
         return dict(saved), ""
     first = next(iter(saved.values()))
     more = {name.removesuffix(own[0]) for name in saved.values() if name.endswith(f".{own[0]}")}
-    for prefix in sorted(more):
-        below = {name: given.removeprefix(prefix) for name, given in saved.items() if given.startswith(prefix)}
-        if is_complete(below.values()):
-            return below, f", which stand below {prefix[:-1]!r} there"
+    starts = {
+        prefix: {name: given.removeprefix(prefix) for name, given in saved.items() if given.startswith(prefix)}
+        for prefix in more
+    }
+    fitting = sorted(prefix for prefix, below in starts.items() if is_complete(below.values()))
+    if len(fitting) > 1:
+        below_each = ", ".join(repr(prefix[:-1]) for prefix in fitting)
+        raise ValueError(f"has the names of this model below each of {below_each}: name one by path_in_snapshot")
+    for prefix in fitting:
+        return starts[prefix], f", which stand below {prefix[:-1]!r} there"
     for prefix in sorted(name.removesuffix(first) for name in own if name.endswith(f".{first}")):
         below = {name: prefix + given for name, given in saved.items()}
         if is_complete(below.values()):
@@ -160,7 +170,22 @@ def _misfit(saved: Any, own: Any) -> str | None:
         return None
     if saved.shape != own.shape:
         return f"shape {list(saved.shape)} there, {list(own.shape)} here"
-    return None if _kind(saved) == _kind(own) else f"{saved.dtype} there, {own.dtype} here"
+    if _kind(saved) != _kind(own):
+        return f"{saved.dtype} there, {own.dtype} here"
+    return f"{saved.dtype} there, {own.dtype} here, which lacks its values" if _change(saved, own) == "lost" else None
+
+
+def _change(saved: Tensor, own: Any) -> str:
+    """Return what becomes of numbers in the dtype of the model: nothing, ``"rounded"``, or ``"lost"`` if it lacks them."""
+    if not isinstance(own, Tensor) or is_lazy(own) or saved.dtype == own.dtype or _kind(saved) != _kind(own):
+        return ""
+    if _kind(saved) == "integer":
+        return "" if np.array_equal(saved.numpy(), saved.to(own.dtype).numpy()) else "lost"
+    wide = torch.complex128 if saved.is_complex() else torch.float64
+    before, after = saved.to(wide), saved.to(own.dtype).to(wide)
+    if bool((before.isfinite() & ~after.isfinite()).any()):
+        return "lost"
+    return "" if torch.equal(before.nan_to_num(), after.nan_to_num()) else "rounded"
 
 
 def _kind(tensor: Tensor) -> str:
@@ -181,6 +206,9 @@ def plan_optimizer(
     try:
         keys = _keys_in_order(optimizer, saved, models)
         state = _state_by_position(optimizer, saved, keys)
+        is_by_number = not all(isinstance(key, str) for key in keys)
+        if is_by_number:
+            _refuse_other_order(optimizer, models)
         groups = _groups(optimizer, saved)
     except ValueError as error:
         reason = f"{path}: the saved optimizer {label!r} {error}"
@@ -189,6 +217,8 @@ def plan_optimizer(
         return lambda: None, [f"not loaded: the state of an optimizer. {reason}"]
     step = "" if saved.step is None else f", {saved.step} updates"
     report = [f"optimizer {label!r}: the state of {len(state)} of {len(keys)} parameters{step}"]
+    if is_by_number and any(plan.order is None for plan in models):
+        report.append("assumed: that the saved model had its parameters in the order of this one, which nothing tells")
     if not saved.groups:
         report.append(f"missing: the settings of optimizer {label!r}; those of the script hold")
     if saved.required == "momentum":
@@ -228,6 +258,21 @@ def _keys_in_order(optimizer: Any, saved: SavedOptimizer, models: list[ModelPlan
             )
     _refuse_exchanged_groups(optimizer, saved)
     return [key for members in saved.members for key in members]
+
+
+def _refuse_other_order(optimizer: Any, models: list[ModelPlan]) -> None:
+    """Refuse a group with parameters of one shape in another order than the model has them, as they may have been saved."""
+    places = {id(p): place for place, p in enumerate(p for plan in models for p in plan.model.parameters())}
+    for group in optimizer.param_groups:
+        latest: dict[Any, int] = {}  # by shape
+        for parameter in group["params"]:
+            place = places.get(id(parameter), -1)
+            if place < latest.get(parameter.shape, -1):
+                raise ValueError(
+                    "holds numbers in place of names, and a group here has parameters of one shape in another order than "
+                    "the model, so that it is not certain which is which: make the groups in the order of model.parameters()"
+                )
+            latest[parameter.shape] = place
 
 
 def _keys_by_name(here: list[list[Any]], saved: SavedOptimizer, models: list[ModelPlan]) -> list[str]:

@@ -36,7 +36,8 @@ class ForeignCheckpoint:
     """All that a checkpoint has of what a run continues from."""
 
     kind: str  # the format in words, such as "a Lightning checkpoint"
-    models: dict[str, Entries]  # by name; of one model the name is "main"
+    models: dict[str, Entries]  # by name
+    main: str = "main"  # the name of the one that is meant where none is named
     optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)  # in the order in which they were made
     schedulers: list[Any] = field(default_factory=list)  # the state_dict of each
     scaler: Any = None  # the state_dict of the loss scaler
@@ -74,7 +75,11 @@ def is_entries(value: Any) -> bool:
 
 def to_entries(value: Mapping[str, Any], where: str) -> Entries:
     """Return parameters and buffers, all plain tensors, without the prefixes that ``torch.compile`` puts into names."""
-    entries = {name.replace("_orig_mod.", ""): entry for name, entry in value.items()}
+    entries: Entries = {}
+    for name, entry in value.items():
+        if (clean := name.replace("_orig_mod.", "")) in entries:
+            raise ValueError(f"{where} has {clean!r} with and without '_orig_mod.': save the state dict of one model alone")
+        entries[clean] = entry
     for name, entry in entries.items():
         if isinstance(entry, Tensor):
             check_plain(entry, f"{where}: {name!r}")

@@ -134,7 +134,8 @@ def _read_json(directory: Path, name: str) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        found = parse_strict(re.sub(rb"NaN|-?Infinity", b"null", path.read_bytes()))
+        outside = rb'("(?:[^"\\]|\\.)*")|NaN|-?Infinity'  # of names and other text
+        found = parse_strict(re.sub(outside, lambda match: match[1] or b"null", path.read_bytes()))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):

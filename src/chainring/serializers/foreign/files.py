@@ -108,10 +108,7 @@ def read_torch(source: Path | BinaryIO, where: str | None = None) -> Any:
         reason = f"it is damaged, or not of plain tensors and values ({reason})"
         if "GLOBAL " in text:
             name = text.partition("GLOBAL ")[2].split()[0]
-            reason = (
-                f"it holds {name}, which only unpickling could make, and that can run any code. Save plain values in its "
-                f"place; if you trust the file, torch.serialization.add_safe_globals([{name.rpartition('.')[2]}]) admits it"
-            )
+            reason = f"it holds {name}, which only unpickling could make, and that can run any code: save plain values there"
         raise ValueError(f"{where or source} cannot be read: {reason}") from error
     return content
 
@@ -276,12 +273,8 @@ def from_dictionary(kind: str, content: Any, where: str) -> ForeignCheckpoint | 
     models = [key for key, value in content.items() if is_entries(value)] if isinstance(content, Mapping) else []
     if not models:
         return None
-    model = next((key for key in _MODEL if key in models), models[0] if len(models) == 1 else None)
-    if model is None:
-        raise ValueError(
-            f"{where} has several models: {', '.join(map(str, models))}; load the one you mean with torch.load("
-            "path, weights_only=True), and save it alone"
-        )
+    usual = [key for key in models if key in _MODEL]  # beside, such as an average of its parameters
+    model = models[0] if len(models) == 1 else usual[0] if len(usual) == 1 else None
 
     def find(names: tuple[str, ...], fits: Callable[[Any], bool]) -> str | None:
         return next((name for name in names if name in content and fits(content[name])), None)
@@ -291,13 +284,14 @@ def from_dictionary(kind: str, content: Any, where: str) -> ForeignCheckpoint | 
     iteration, epoch = find(_ITERATION, _is_number), find(_EPOCH, _is_number)
     return ForeignCheckpoint(
         kind,
-        {"main": to_entries(content[model], where)},
+        {str(key): to_entries(content[key], where) for key in models},
+        main=str(model),
         optimizers={} if optimizer is None else {"main": to_optimizer(content[optimizer], f"{where}: {optimizer!r}")},
         schedulers=[] if scheduler is None else [content[scheduler]],
         scaler=None if scaler is None else content[scaler],
         iteration=count(content.get(iteration), f"{where}: {iteration!r}"),
         epoch=count(content.get(epoch), f"{where}: {epoch!r}"),
-        left=[str(key) for key in content if key not in (model, optimizer, scheduler, scaler, iteration, epoch)],
+        left=[str(key) for key in content if key not in (*models, optimizer, scheduler, scaler, iteration, epoch)],
     )
 
 
