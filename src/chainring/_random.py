@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -246,18 +246,32 @@ def digest(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
 
 
-def digest_generators() -> int:
-    """Return a `digest` of the states of the generators of Python, NumPy, torch and the accelerator; it takes 0.1 ms."""
+def digest_generators(not_drawn: Sequence[int] = ()) -> int:
+    """Return a `digest` of the states of the generators of Python, NumPy, torch and the accelerator; it takes 0.1 ms.
+
+    Those are left out whose states still are the ``not_drawn`` of `generator_digests`: nobody has drawn from them since.
+    """
+    # hot path: benchmarks/growth.py, recorder
+    parts = _generator_parts()
+    drawn = zip(parts, not_drawn, strict=True) if not_drawn else ((part, 0) for part in parts)
+    return digest(*(b"" if digest(*part) == before else b"".join(part) for part, before in drawn))
+
+
+def generator_digests() -> list[int]:
+    """Return a `digest` of the state of each generator, to see from which ones is drawn later."""
+    return [digest(*part) for part in _generator_parts()]
+
+
+def _generator_parts() -> list[tuple[Any, ...]]:
     _, words, normal = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     numpy_words = np.asarray(numpy["state"].pop("key", ()), "<u8")
     if not numpy["has_gauss"]:
         numpy["gauss"] = 0.0  # one that was drawn ahead and is used up stays in the state
     device = _accelerator()
-    return digest(
-        torch.get_rng_state().numpy(),
-        np.array(words, "<u4"),
-        numpy_words,
-        repr((normal, numpy)).encode(),
-        b"" if device is None else device.get_rng_state().cpu().numpy(),
-    )
+    return [
+        (torch.get_rng_state().numpy(),),
+        (np.array(words, "<u4"), repr(normal).encode()),
+        (numpy_words, repr(numpy).encode()),
+        (b"" if device is None else device.get_rng_state().cpu().numpy(),),
+    ]

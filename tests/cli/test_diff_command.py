@@ -1,7 +1,9 @@
 """chainring diff: where two runs part, by what they have left."""
 
 import json
+import math
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import torch
 import planted
 import replay_program
 from chainring import iterators
+from chainring._runs.conditions import collect
+from chainring._runs.finished import FinishedRun
 from chainring.cli import main
 
 DIFFERENCES = planted.DIFFERENCES
@@ -135,22 +139,55 @@ def test_a_value_that_recorder_log_and_snapshot_have_is_printed_once(base, tmp_p
     assert not any(line.startswith("  the loss main/loss: ") for line in lines)
 
 
-def test_generators_that_nobody_has_seeded_are_found_and_nothing_else_is_hidden(base, tmp_path, capsys):
-    """They differ wherever they are compared; the words say which, and where the first loss does."""
-    trainer = planted.make_trainer(str(tmp_path / "unseeded"))
-    np.random.seed(5)
-    trainer.run()
-    assert main(["diff", str(base / "recorded"), str(tmp_path / "unseeded")]) == 1
+def unseed(*names):
+    """Put generators into states that no other run begins with."""
+    for name in names:
+        {"python": random.seed, "numpy": np.random.seed}[name]()
+
+
+UNSEEDED = [("python",), ("numpy",), ("python", "numpy")]
+
+
+@pytest.mark.parametrize("names", UNSEEDED, ids=" and ".join)
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "plain"])
+@pytest.mark.parametrize("end", [24, 11], ids=["at once", "resumed"])
+def test_a_generator_from_which_nobody_draws_need_not_be_seeded(base, tmp_path, capsys, names, recorded, end):
+    """As in a script that seeds torch alone: neither the recorder nor the snapshots tell two equal runs apart."""
+    for length in sorted({end, 24}):
+        trainer = planted.make_trainer(str(tmp_path / "run"), recorded=recorded, length=length)
+        unseed(*names)
+        trainer.run()
+    shutil.rmtree(tmp_path / "run/snapshot_iter_11", ignore_errors=True)
+    status, found = diff(capsys, base / ("recorded" if recorded else "plain"), tmp_path / "run")
+    assert (status, found["same"], found["iteration"]) == (0, True, None)
+
+
+def drawing(trainer, names):
+    """Draw from generators once, in the midst of the run."""
+
+    def draw(trainer):
+        if trainer.updater.iteration == 5:
+            for name in names:
+                {"python": random.random, "numpy": np.random.rand}[name]()
+
+    trainer.extend(draw, trigger=(1, "iteration"))
+    return trainer
+
+
+@pytest.mark.parametrize("names", UNSEEDED, ids=" and ".join)
+def test_generators_that_are_drawn_from_and_not_seeded_are_found_and_nothing_else_is_hidden(tmp_path, capsys, names):
+    """From their first draw on they count; the words say which, and where the first loss differs."""
+    for name, changes in (("one", {}), ("same", {}), ("pixel", {"pixel": 3})):
+        trainer = drawing(planted.make_trainer(str(tmp_path / name), **changes), names)
+        unseed(*names)
+        trainer.run()
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "same")]) == 1
     lines = capsys.readouterr().out.splitlines()
     answer = f"different by iteration {planted.SNAPSHOTS}, the first to compare: the random generators "
     assert lines[0].startswith(answer)
-    assert lines[1].startswith(
-        "all else that was compared is the same: what was drawn from them (numpy) has changed nothing; "
-    )
-    trainer = planted.make_trainer(str(tmp_path / "pixel"), pixel=3)
-    np.random.seed(5)
-    trainer.run()
-    assert main(["diff", str(base / "recorded"), str(tmp_path / "pixel")]) == 1
+    (rest,) = (line for line in lines if line.startswith("all else that was compared is the same: what was drawn from them"))
+    assert all(name in rest for name in names)
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "pixel")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(answer)
     assert any(line.startswith("the first loss that differs, in iteration 10: main/loss: ") for line in lines)
@@ -240,6 +277,22 @@ def test_files_that_were_not_written_so_are_trouble_and_no_answer(base, tmp_path
         printed = capsys.readouterr()
         assert words in printed.out + printed.err
         assert "Traceback" not in printed.err
+
+
+def test_a_log_without_the_ends_of_lines_is_refused_soon(base, tmp_path, capsys):
+    """Whose pieces would be put together again and again."""
+    shutil.copytree(base / "plain", tmp_path / "run")
+    (tmp_path / "run/log.jsonl").write_bytes(b"1" * (100 << 20))
+    assert main(["diff", str(base / "plain"), str(tmp_path / "run")]) == 2
+    assert "has a line of more than 67,108,864 bytes; a log has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 10**308, 2**1024])
+def test_a_whole_number_beyond_floats_is_known_to_bisect_as_infinite(base, tmp_path, number):
+    shutil.copytree(base / "plain", tmp_path / "run")
+    (tmp_path / "run/log.jsonl").write_text(json.dumps({"main/loss": number, "iteration": 1}) + "\n")
+    values = collect(FinishedRun(tmp_path / "run"), "main/loss").values
+    assert values == {1: 1e308 if number == 10**308 else math.copysign(math.inf, number > 0 or -1)}
 
 
 def test_a_record_of_strange_values_is_compared_all_the_same(base, tmp_path, capsys):

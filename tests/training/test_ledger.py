@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 
-from chainring.training._ledger import HEAD, LOSS_TYPES, MAGIC, ROWS, Block, Ledger, LedgerError, loss_value
+from chainring.training._ledger import HEAD, LOSS_TYPES, MAGIC, ROWS, Block, Ledger, LedgerError, cut_back, loss_value
 
 FLOAT32 = LOSS_TYPES.index("float32")
 TENSORS = ["updater/model:main/weight", "updater/model:main/bias"]
@@ -46,6 +46,30 @@ def test_what_was_written_is_read(tmp_path):
     assert ledger.row(70) is None
     expected = {i: {TENSORS[0]: i, TENSORS[1]: 2**64 - i} for i in (40, 64, 66)}
     assert ledger.digests == expected
+
+
+@pytest.mark.parametrize("iteration", [0, 1, 31, 32, 33, 40, 63, 64, 65, 69, 70, 10**6])
+def test_a_ledger_is_cut_back_to_any_iteration(tmp_path, iteration):
+    """What is of it and before stays as it was, and more can be appended."""
+    whole = Ledger.read(
+        path := write(tmp_path, block(0, digests=[0]), block(1, digests=[40, 64]), block(2, 5, digests=[66]))
+    )
+    path.write_bytes(cut_back(path.read_bytes(), path, iteration))
+    cut = Ledger.read(path)
+    assert cut.note is None
+    assert cut.iterations.tolist() == [i for i in whole.iterations.tolist() if i <= iteration]
+    for i in cut.iterations.tolist():
+        assert cut.row(i).losses == whole.row(i).losses
+        assert cut.row(i).batch == whole.row(i).batch
+    assert cut.digests == {i: tensors for i, tensors in whole.digests.items() if i <= iteration}
+
+
+def test_a_file_that_no_recorder_has_written_is_not_read_whole(tmp_path):
+    """A sparse one takes no space on the disk, and would take all memory."""
+    path = write(tmp_path, block(0))
+    os.truncate(path, 10 << 30)
+    with pytest.raises(LedgerError, match="has 10,737,418,240 bytes, and at most 2,147,483,648 are read"):
+        Ledger.read(path)
 
 
 def test_every_type_of_a_loss_is_read_as_its_number():

@@ -94,6 +94,44 @@ def test_the_later_snapshots_are_moved_and_the_log_is_copied_and_cut_back(tmp_pa
     assert logged(tmp_path) == [1, 2]
 
 
+def stamped(*iterations):
+    return "".join(json.dumps({"iteration": iteration}) + "\n" for iteration in iterations)
+
+
+FORKS = {
+    "an earlier snapshot": (2, lambda out: None),
+    "the newest snapshot, with rows after it": (4, lambda out: shutil.rmtree(out / "snapshot_iter_5")),
+    "the first snapshot": (1, lambda out: None),
+    "a log whose array was removed": (2, lambda out: (out / "log").unlink()),
+    "a log whose last line was cut": (2, lambda out: (out / "log.jsonl").write_text(stamped(1, 2, 3)[:-9])),
+    "a log on which a person has worked": (2, lambda out: (out / "log").write_text("[]")),
+}
+
+
+@pytest.mark.parametrize("fork", FORKS)
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_rows_of_what_is_abandoned_do_not_stay_where_no_extension_continues_them(tmp_path, said, fork, is_elsewhere):
+    """A later start without the LogReport: its run has cut the rows back, and so `chainring diff` finds none of another."""
+    run(tmp_path / "out", 5)
+    at, change = FORKS[fork]
+    shutil.copytree(tmp_path / "out" / f"snapshot_iter_{at}", tmp_path / "elsewhere" / "snapshot")
+    change(tmp_path / "out")
+    said()
+    trainer = a_trainer(tmp_path / "out", Reporting(), (7, "iteration"))
+    trainer.extend(extensions.snapshot(), trigger=(1, "iteration"))
+    source = tmp_path / "elsewhere" / "snapshot" if is_elsewhere else tmp_path / "out" / f"snapshot_iter_{at}"
+    serializers.load(source, trainer, strict=False)
+    with pytest.warns(UserWarning, match="extensions"):
+        trainer.run()
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["iteration"] for line in lines if line.endswith("}")]
+    if "cut" in fork:
+        return  # a file that is damaged is left to a person
+    assert rows == ([] if is_elsewhere else list(range(1, at + 1)))
+    if fork != "a log whose array was removed":
+        assert [row["iteration"] for row in json.loads((tmp_path / "out" / "log").read_text())] in (rows, [])
+
+
 def test_resuming_from_the_newest_moves_nothing(tmp_path, said):
     """There is nothing later, and nothing is said."""
     run(tmp_path, 2)

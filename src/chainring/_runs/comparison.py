@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from chainring._runs.finished import FinishedRun
+from chainring._runs.finished import FinishedRun, start_in_force
 from chainring.serializers._store import CorruptError
 from chainring.serializers._values import StoredTensor, read_stored
 from chainring.training._ledger import Ledger, loss_value
 from chainring.training._settings import Settings
-from chainring.training._unsaved import as_tensor, bytes_of, describe, leaves
+from chainring.training._unsaved import as_tensor, bytes_of, checksum, describe, leaves
 
 Trace = Mapping[int, Mapping[str, Mapping[str, Any]]]
 """By iteration, and by the kind of thing, such as ``"loss"``, each value, or its digest, by its key or path."""
@@ -378,6 +378,7 @@ def _differing_values(
     """
     flat, flat_b = ({path: value for key, item in s.items() for path, value in leaves(key, item)} for s in (state, state_b))
     ranks = min(len({key.split("/")[1] for key in s if key.startswith("generators/")}) for s in (state, state_b))
+    unused = _not_drawn(a, state) & _not_drawn(b, state_b)
     paths = [path for path in flat | flat_b if path.startswith(_ORDER) and not path.startswith(_LEFT_OUT)]
     title = f"compare snapshots of iteration {iteration}"
     for path in tqdm(sorted(paths, key=_rank_of_cause), title, delay=2.0, leave=False, file=sys.stderr, disable=None):
@@ -387,8 +388,8 @@ def _differing_values(
         start, _, name = path.partition("/")
         is_compared, kind = "/constructed/" not in path, "tensor" if is_tensor else "state"
         if start == "generators":
-            rank, kind = name.partition("/")[0], "generators"
-            is_compared &= rank.isdecimal() and int(rank) < ranks
+            (rank, _, generator), kind = name.partition("/"), "generators"
+            is_compared &= rank.isdecimal() and int(rank) < ranks and generator.partition("/")[0] not in unused
         elif start == "observation":
             kind = _kind_of_value(name)
             is_compared &= not (is_of_one or a.is_speed(name) or b.is_speed(name))
@@ -405,6 +406,15 @@ def _differing_values(
                 text += "" if units is None else f", at most {units} ulp"
         if text is not None:
             yield Difference(iteration, kind, name if start == "observation" else path, text)
+
+
+def _not_drawn(run: FinishedRun, state: Mapping[str, Any]) -> set[str]:
+    """Return the generators that have in a snapshot the state with which the run began, which may be of no seed."""
+    began = start_in_force(run.record, 0).get("generators")
+    saved = read_stored(state.get("generators/0"))
+    if not isinstance(began, dict) or not isinstance(saved, dict):
+        return set()
+    return {name for name, value in saved.items() if began.get(name) == checksum(value)}
 
 
 def _rank_of_cause(path: str) -> tuple[int, bool]:

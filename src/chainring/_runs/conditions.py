@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -86,15 +87,21 @@ def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -
     begin = max(int(start_in_force(read_record(run.directory), 0).get("iteration", 0)), 0)  # above 0 after another run
     last = max((manifest.iteration for _, manifest in run.store.listing() if manifest is not None), default=0)
     evidence = Evidence(begin, last)
-    for path in filter(None, map(run.file, run.log_names)):
-        before = 0
+    starts = read_record(run.directory).get("starts", ())
+    postprocessed = {name for start in starts for name in start.get("postprocessed", ())}  # rows that tell something else
+    for name in run.log_names:
+        path, before = run.file(name), 0
+        if path is None:
+            continue
         for row in read_rows(path):
             iteration = None if row is None else row.get("iteration")
             if row is None or not isinstance(iteration, int) or iteration < before:
                 continue  # a person has changed the line, or it goes back
             evidence.last = max(evidence.last, iteration)
             evidence.logged.update(row)
-            mean = row.get(key)
+            mean = None if name in postprocessed else row.get(key)
+            if isinstance(mean, int) and abs(mean) > sys.float_info.max:  # in JSON it may have any length
+                mean = math.copysign(math.inf, mean > 0 or -1)
             if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
                 evidence.means.append((before, iteration, float(mean)))
                 if iteration == before + 1:

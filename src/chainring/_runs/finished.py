@@ -48,6 +48,7 @@ _RECORDER = "recorder.bin"  # the default name
 _LARGEST_STATE = 1 << 30  # bytes of the values of a snapshot that are not tensors
 _SETTING = re.compile(r"updater/settings/.*|updater/iterator:[^/]*/(size|batch_size)")
 _SPEEDS = {"Throughput": "throughput", "SystemMetrics": "system"}  # what reports them, and its default name
+_LONGEST_LINE = 1 << 26  # bytes
 _CHUNK = 1 << 20  # bytes read at once
 _TAIL = 256  # bytes by which a file that was cut back and written on is told from one that has grown
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
@@ -425,6 +426,10 @@ class RowReader:
             rest = b""
             while chunk := file.read(_CHUNK):
                 text, end, rest = (rest + chunk).rpartition(b"\n")
+                if len(rest) > _LONGEST_LINE:  # each of its pieces would be copied again and again
+                    raise ValueError(
+                        f"{self._path} has a line of more than {_LONGEST_LINE:,} bytes, as no log has; move it away"
+                    )
                 if end:
                     self._end += len(text) + 1
                     self._tail = (self._tail + text + end)[-_TAIL:]

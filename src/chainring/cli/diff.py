@@ -154,7 +154,11 @@ def _answer(comparison: Comparison, runs: tuple[FinishedRun, FinishedRun]) -> st
         return "not known: the two runs have left nothing that can be compared"
     if first is None:
         shorter, longer = sorted(runs, key=lambda run: run.last)
-        end = f", with which {shorter.place} ends; {longer.place} has {longer.last}" if shorter.last < longer.last else ""
+        end = (
+            f", the last that is known of {shorter.place}; {longer.place} has {longer.last}"
+            if shorter.last < longer.last
+            else ""
+        )
         return f"same up to iteration {comparison.same_until}{end}"
     if first.iteration == 0:
         return f"different from the beginning: {first.words}"

@@ -58,6 +58,7 @@ _CRC = struct.Struct("<I")
 _NAMES = struct.Struct("<H")
 _DIGESTS = struct.Struct("<QII")
 _BLOCK_SIZE = _BLOCK.size + _CRC.size
+_LARGEST_FILE = 1 << 31  # bytes, of more than forty million iterations
 _LARGEST = 1 << 28  # bytes of a payload
 _MOST_LOSSES = 255
 _REMEDY = "take the file from a copy, or let the run continue from a snapshot before, which writes it again from there"
@@ -119,6 +120,8 @@ class Ledger:
         """
         path = Path(os.path.realpath(path))
         with open(open_regular(path), "rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > _LARGEST_FILE:
+                raise LedgerError(f"{path} has {size:,} bytes, and at most {_LARGEST_FILE:,} are read; {_REMEDY}")
             return cls.parse(file.read(), path)
 
     @classmethod
@@ -179,6 +182,25 @@ class Ledger:
         bits, types = self.bits[index].tolist(), self.types[index].tolist()
         losses = {name: (value, kind) for name, value, kind in zip(self.names, bits, types, strict=True) if kind}
         return Row(iteration, int(self.batches[index]) or None, int(self.generators[index]) or None, losses)
+
+
+def cut_back(content: bytes, path: Path, iteration: int) -> bytes:
+    """Return a ledger without what is of later iterations; ``path`` is for errors, see `Ledger.read`."""
+    ledger, end = Ledger.parse(content, path), len(HEAD)
+    for number, block in enumerate(_blocks(path, content)):
+        if isinstance(block, str) or block[0] > iteration:
+            break
+        first, count, payload = block
+        if first + count - 1 > iteration:
+            shorter = Block(number, first)
+            for row in filter(None, map(ledger.row, range(first, iteration + 1))):
+                shorter.add_row(row.batch or 0, row.losses)
+            for at, tensors in ledger.digests.items():
+                if (first if number else 0) <= at <= iteration:
+                    shorter.digests[at] = list(tensors), np.array(list(tensors.values()), np.uint64)
+            return content[:end] + shorter.encode([])
+        end += _BLOCK_SIZE + len(payload)
+    return content[:end]
 
 
 def loss_value(bits: int, kind: int) -> float:

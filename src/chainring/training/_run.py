@@ -201,7 +201,7 @@ class Run:
         earlier = read_record(directory.path, moves_damaged=loaded.exists)
         names = {name for entry in trainer.entries for name in entry.optional("writes")} | {RECORD}
         known = names.union(earlier.get("files", ()))
-        written = directory.find(known)
+        written, cut_at = directory.find(known), iteration
         if not loaded.exists:
             if written:
                 archive = directory.move(list(written), "previous")
@@ -210,11 +210,14 @@ class Run:
             return
         if loaded.directory is not None and loaded.place not in (None, store.place):
             # A restart with `autoload` would else continue the run that was here, if this one is killed before it has saved.
+            cut_at = -1
             if moved := directory.abandon(written, -1):
                 info(f"resumed from {loaded.place}: of the run that was in {store}, {moved}")
             earlier = read_record(loaded.directory) or earlier
         elif moved := directory.abandon(written, iteration):
             info(f"resumed at iteration {iteration}: the later {moved}")
+        if left := [name for name in written if name not in names and written[name] is None]:
+            directory.cut_back(left, cut_at)
         write_record(trainer, earlier, known, loaded.changes, self._rollback)
 
 

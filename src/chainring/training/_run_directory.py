@@ -9,26 +9,31 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
 
+from chainring import _random
 from chainring._files import (
     DirectoryLock,
     below_home,
     flush,
     is_url,
     make_numbered_directory,
+    open_regular,
     read_regular,
     replace_file,
     set_aside,
     temporary_path,
 )
-from chainring._messages import list_names, warn
+from chainring._messages import info, list_names, warn
 from chainring._progress import Trainer
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import announce_change
+from chainring.training._ledger import MAGIC, cut_back
 from chainring.training._settings import Settings, as_json, to_record
+from chainring.training._unsaved import checksum
 
 RECORD = "run.json"
 _FORMAT = 1
@@ -97,6 +102,26 @@ class RunDirectory:
         later = list(dict.fromkeys([*links, *later]))
         files = [name for name in written if (self.path / name).is_file() and name not in later]
         return f"{list_names(later, _MAX_SHOWN)} moved to {self.move(later, 'abandoned', copies=files)}"
+
+    def cut_back(self, names: Iterable[str], iteration: int) -> None:
+        """Remove the rows of later iterations from files that no extension continues, which else would cut them back."""
+        for name in names:
+            path, kept = self.path / name, None
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # of another format, or changed by hand
+                with open(open_regular(path), "rb") as file:
+                    content = file.read()
+                if content.startswith(MAGIC):
+                    kept = cut_back(content, path, iteration)
+                elif name.endswith(".jsonl"):
+                    lines = content.splitlines(keepends=True)
+                    kept = b"".join(line for line in lines if json.loads(line)["iteration"] <= iteration)
+                elif content.startswith(b"["):
+                    rows = json.loads(content)
+                    later = [row for row in rows if row["iteration"] > iteration]
+                    kept = json.dumps([row for row in rows if row not in later], indent=4).encode() if later else None
+            if kept is not None and kept != content:
+                replace_file(path, kept)
+                info(f"resumed at iteration {iteration}: the later rows of {name} removed, which no extension continues")
 
     def find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return the names that runs have written, with the iteration of a snapshot (infinite if damaged), or ``None``."""
@@ -251,6 +276,8 @@ def write_record(
         kind, _, name = path.partition(".")
         changed[path] = [old, new]
         announce_change(kinds[kind][0] + name, old, new, kinds[kind][1])
+    logs = [entry.extension for entry in trainer.entries if getattr(entry.extension, "is_postprocessed", False)]
+    postprocessed = sorted(name for log in logs for name in log.writes)
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "iteration": trainer.updater.iteration,
@@ -258,6 +285,8 @@ def write_record(
         "pid": os.getpid(),
         "argv": settings["argv"],
         "changed": changed | as_json(changes),
+        **({"postprocessed": postprocessed} if postprocessed else {}),
+        **({} if earlier else {"generators": {name: checksum(state) for name, state in _random.get_rng_state().items()}}),
         **({} if rollback is None else {"rollback": rollback}),
     }
     record = {"format": _FORMAT, **settings, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}

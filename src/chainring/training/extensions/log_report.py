@@ -105,7 +105,7 @@ class LogReport(Extension):
         averaged = None if keys is None else key_list("keys", keys)
         self.watched_keys = [key for key in averaged or () if key not in COUNTERS]
         self._means = IntervalMeans(averaged, says=True)
-        self._postprocess = postprocess
+        self._postprocess, self.is_postprocessed = postprocess, postprocess is not None
         self._filename = filename
         self._rows = _Rows(filename)
         self._media = _Media(None if filename is None else f"{filename}.media.jsonl")

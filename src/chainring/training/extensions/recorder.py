@@ -34,8 +34,9 @@ class Recorder(Extension):
 
     The file, whose format is described under "The black box", takes at most 48 bytes per iteration: the bits of the loss,
     and a 64-bit digest of the indices of the batch's examples. Every 32 iterations, and when a snapshot is taken or the run
-    ends, a digest of the states of the random generators is added; when the trigger fires, and before the first update, one
-    of every parameter, buffer and optimizer tensor, which does not depend on how they are sharded.
+    ends, a digest of the states of the random generators is added, without those from which nobody has drawn since the run
+    began; when the trigger fires, and before the first update, one of every parameter, buffer and optimizer tensor, which
+    does not depend on how they are sharded.
 
     - The loss is ``main/loss`` as the updater reports it, and the first other key, in alphabetical order, of which the last
       part is ``loss``. With several ranks, the loss and the generators are those of rank 0.
@@ -70,6 +71,7 @@ class Recorder(Extension):
             raise ValueError(f'filename is a name in out, such as "recorder.bin", and not one of the run; got {filename!r}')
         self.trigger = get_trigger(parameters)
         self._filename = filename
+        self._not_drawn: list[int] = []  # the digests of the generators when the run began
         self._generators = 0  # their digest after the last iteration; 0 if it was not taken there
         self._batches: Batches | None = None
         self._batch_ends: list[Any] = []  # when the values were read last
@@ -79,8 +81,7 @@ class Recorder(Extension):
         self._block: Block | None = None  # the next one, as far as its values have been read
         self._names: list[str] = []  # of the tensors in the digests that were written last
         self._rows: list[tuple[list[Any], dict[str, Any]]] = []  # of iterations to be read: ends of the batches, losses
-        self._keys: list[str] = []  # of the last observation
-        self._losses: list[str] = []  # the keys of losses among them
+        self._keys: tuple[list[str], list[str]] = [], []  # of the last observation, and of the losses in it
         self._digests: dict[int, StateDigests] = {}  # by iteration, not read yet either
         self._last = 0
 
@@ -95,6 +96,7 @@ class Recorder(Extension):
                     f"extension {entry.name!r} writes {self._filename!r} too; give the Recorder another filename, or leave "
                     "one of them out"
                 )
+        self._not_drawn = self._not_drawn or _random.generator_digests()
         self._batches = Batches(trainer.updater)
         self._batch_ends = self._batches.take()
         if trainer.comm.is_main:  # go on in the file that has the earlier iterations, or in a new one
@@ -133,13 +135,13 @@ class Recorder(Extension):
             self._block = None
         self._last = iteration
         reported = trainer.reported
-        if list(reported.values) != self._keys:
-            self._keys = list(reported.values)
-            losses = [key for key in self._keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
-            self._losses = sorted(losses, key=lambda key: (key != "main/loss", key))  # the recorded ones first
+        if list(reported.values) != self._keys[0]:
+            keys = list(reported.values)
+            losses = [key for key in keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
+            self._keys = keys, sorted(losses, key=lambda key: (key != "main/loss", key))  # the recorded ones first
         assert self._batches is not None
-        self._rows.append((self._batches.take(), {name: reported[name] for name in self._losses}))
-        self._generators = 0 if iteration % ROWS else _random.digest_generators()
+        self._rows.append((self._batches.take(), {name: reported[name] for name in self._keys[1]}))
+        self._generators = 0 if iteration % ROWS else _random.digest_generators(self._not_drawn)
 
     def __call__(self, trainer: Trainer) -> None:
         digests = StateDigests(trainer.updater, trainer.comm)
@@ -188,7 +190,7 @@ class Recorder(Extension):
     def _write_block(self) -> None:
         """Write the block that is not complete, as far as it has come."""
         if self._rows and self._last % ROWS:
-            self._generators = _random.digest_generators()
+            self._generators = _random.digest_generators(self._not_drawn)
         block = self._read()
         self._file.append(b"" if block is None else block.encode(self._names), counts=False)
 
@@ -206,6 +208,7 @@ class Recorder(Extension):
         in_file, content = serializer("file", in_file), serializer("content", content)
         rows, names = serializer("rows", rows), serializer("names", self._names)
         last = serializer("last", self._last)
+        self._not_drawn = list(serializer("not drawn", self._not_drawn))
         if not isinstance(serializer, Serializer):
             self._rows, self._digests, self._names, self._last = [], {}, list(names), last
             self._block = None if rows is None else _parse_block(rows)
