@@ -283,11 +283,103 @@ def test_bisect_computes_nothing_again_that_is_recorded(place, capsys):
     ]
 
 
+POSTPROCESSED = SCRIPT.replace(
+    'LogReport(trigger=(20, "iteration"))',
+    'LogReport(trigger=(1, "iteration"), postprocess=lambda row: row.update(CHANGE))',
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "bad"),
+    [
+        ('{"main/loss": 0.0}', "main/loss > 20"),
+        ('{"main/loss": row["main/loss"] * 1000}', "main/loss > 20"),
+        ('{"main/loss": -row["main/loss"]}', "main/loss > 20"),
+        ('{"count": 99}', "count >= 30"),
+        ('{"main/loss": float("nan")}', "main/loss == inf"),
+        ('{"count": None}', "count >= 30"),
+    ],
+)
+def test_bisect_looks_at_what_was_reported_and_not_at_what_rows_were_made_into(tmp_path, capsys, change, bad):
+    """A LogReport whose postprocess changes its rows tells nothing; the iterations are replayed."""
+    script = tmp_path / "train.py"
+    script.write_text(POSTPROCESSED.replace("CHANGE", change))
+    arguments = ["--poison", str(POISON), "--length", "40"]
+    forked.run([str(script), "--out", str(tmp_path / "result"), *arguments])
+    status = main(["bisect", "--json", str(tmp_path / "result"), "--bad", bad, str(script)])
+    found = json.loads(capsys.readouterr().out)
+    assert (status, found["known_to"]) == (1 if bad == "main/loss == inf" else 0, 40)
+    if status == 0:
+        assert POISON in found["indices"] if "loss" in bad else found["iteration"] == 30
+
+
+WRITING = SCRIPT.replace(
+    "trainer.run()",
+    """
+import sqlite3, subprocess
+from pathlib import Path
+import numpy as np
+from safetensors.torch import save_file
+
+
+def write(trainer):
+    for place in PLACES:
+        torch.save(model.state_dict(), f"{place}/best.pt")
+        save_file(model.state_dict(), f"{place}/best.safetensors")
+        np.save(f"{place}/best.npy", np.random.rand(3))
+        Path(place, "notes").write_text("other")
+        with sqlite3.connect(f"{place}/best.sqlite") as database:
+            database.execute("create table if not exists t (x)")
+            database.execute("insert into t values (random())")
+        subprocess.run(["sh", "-c", f"date +%N > {place}/dated; mkdir -p {place}/plots; echo > {place}/plots/a"], check=True)
+        Path(place, "gone").unlink(missing_ok=True)
+        torch.save(model, f"{place}/new")
+
+
+trainer.extend(write, trigger=(10, "iteration"))
+trainer.run()
+""",
+)
+
+
+@pytest.mark.parametrize(
+    ("out", "spelled"),
+    [
+        ("result", ["result"]),
+        ("./result", ["./result"]),
+        ("runs/nested/first", ["runs/nested/first", "./runs/nested/../nested/first"]),
+        ("runs/first", ["runs/first"]),
+        ("{root}/result", [None]),
+        ("{root}/elsewhere/result", [None]),
+        ("../beside", [None]),
+    ],
+)
+def test_what_a_script_writes_into_the_run_goes_elsewhere_in_a_replay(tmp_path, capsys, monkeypatch, out, spelled):
+    """By torch, safetensors, NumPy, sqlite, a subprocess: under the name of the directory or under that of its ``--out``."""
+    root = tmp_path / "work"
+    (root / "runs").mkdir(parents=True)
+    monkeypatch.chdir(root)
+    out = out.format(root=root)
+    (root / "train.py").write_text(WRITING.replace("PLACES", repr(spelled).replace("None", "arguments.out")))
+    assert forked.run(["train.py", "--out", out, "--length", "30"]).returncode == 0
+    Path(out, "gone").touch()
+    Path(out, "new").unlink()
+    before = content(tmp_path)
+    assert main(["replay", out, "--to", "21", "train.py"]) == 0
+    assert capsys.readouterr().out.startswith("iteration 21, replayed from")
+    assert content(tmp_path) == before
+    assert {path.name for path in root.iterdir()} <= {"train.py", "result", "runs", "elsewhere"}
+
+
 def test_a_replay_that_goes_another_way_than_was_recorded_fails_with_1(place, tmp_path, capsys):
     """With another learning rate; its state is not kept."""
     run, script = str(place / "recorded"), str(place / "train.py")
     assert main(["replay", run, "--to", "20", script]) == 0
-    assert ": the same as the recorder says in 20 iterations\n" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(": the same as the recorder says in 20 iterations")
+    assert lines[1].startswith(
+        "Not checked: the loss of iteration 20 is the recorded one, and what its update has changed is not"
+    )
     other = [script, "--recorded", "--lr", "0.03", "--poison", str(POISON)]
     assert main(["replay", run, "--to", "20", "--save", str(tmp_path / "state"), *other]) == 1
     assert "differs from the run: the loss main/loss of iteration 2 is not the one" in capsys.readouterr().out

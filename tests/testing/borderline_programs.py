@@ -242,3 +242,22 @@ def with_children(out):
 def short(out):
     """Ends after four iterations."""
     return build(out, stop=(4, "iteration"))
+
+
+def frozen(out):
+    """Every gradient is zero, so that no parameter changes."""
+    return build(out, change=lambda model: model.calls * 0.0)
+
+
+def continuing(out):
+    """Saves snapshots, continues from them, and ends after 14 iterations."""
+    trainer = build(out, stop=(14, "iteration"))
+    trainer.extend(extensions.snapshot(autoload=True), trigger=(20, "iteration"))
+    return trainer
+
+
+def saving(out):
+    """Saves snapshots, from which it does not continue by itself."""
+    trainer = build(out)
+    trainer.extend(extensions.snapshot(), trigger=(20, "iteration"))
+    return trainer

@@ -7,6 +7,7 @@ import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ import replay_program as program
 from chainring import _random, iterators, training
 from chainring.testing import ManualClock, NoReplay, ReplayDiffers, replay
 from chainring.training import extensions
+from chainring.training.updaters.callbacks import UpdateCallbacks, clip_grad_norm
 from chainring.writers import Writer
 
 KILLS = (11, 26, 40)
@@ -130,6 +132,57 @@ def test_a_replay_that_goes_another_way_than_was_recorded_is_an_error(tmp_path):
         replay(functools.partial(make_recorded, changed=10), out, 11)
     with pytest.raises(ReplayDiffers, match=r"the tensor updater/model:main/weight of iteration 3 is not the one"):
         replay(functools.partial(make_recorded, changed=3), out, 3)
+
+
+def make_clipped(out, largest=10.0, digests=3, **settings):
+    """The gradients are clipped after the loss, so another bound shows in the next one."""
+    clip = UpdateCallbacks(update_on_start=clip_grad_norm(largest))
+    trainer = make_small(out, callbacks=clip, **settings)
+    trainer.extend(extensions.Recorder(None if digests is None else (digests, "iteration")))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("digests", "to", "is_checked"),
+    [(3, 1, False), (3, 4, False), (3, 3, True), (1, 1, True), (None, 1, False), (None, 5, False)],
+)
+def test_what_the_last_replayed_update_has_changed_is_compared_or_said_not_to_be(tmp_path, said, digests, to, is_checked):
+    """A loss is recorded before its update; a digest after it."""
+    make = functools.partial(make_clipped, digests=digests)
+    make(tmp_path / "result").run()
+    replay(make, tmp_path / "result", to)
+    assert [f"the loss of iteration {to} is the recorded one" in line for line in said()] == ([] if is_checked else [True])
+    if to == 1:  # the first that another bound changes
+        if is_checked:
+            with pytest.raises(ReplayDiffers, match="of iteration 1 is not the one"):
+                replay(functools.partial(make, largest=0.01), tmp_path / "result", to)
+        else:
+            with pytest.raises(ReplayDiffers, match="the loss main/loss of iteration 2 is not the one"):
+                replay(functools.partial(make, largest=0.01), tmp_path / "result", to + 1)
+
+
+def make_seeded_by_torch_alone(out, draws=(), **settings):
+    """As most scripts are; an extension may draw."""
+    trainer = make_recorded(out, **settings)
+    trainer.extend(lambda trainer: [draw() for draw in draws], name="draw", trigger=(1, "iteration"))
+    random.seed()
+    np.random.seed()
+    return trainer
+
+
+@pytest.mark.parametrize("iteration", [1, 3, 4, 5, 11, 12])
+def test_generators_that_nobody_draws_from_need_not_be_seeded(tmp_path, iteration):
+    """Of the beginning, or of a snapshot: the replay is that of the run."""
+    make_seeded_by_torch_alone(tmp_path / "result").run()
+    assert replay(make_seeded_by_torch_alone, tmp_path / "result", iteration).updater.iteration == iteration
+
+
+def test_a_generator_that_was_drawn_from_counts(tmp_path):
+    """Where nobody has seeded it, a replay of the beginning is another one."""
+    make = functools.partial(make_seeded_by_torch_alone, draws=[np.random.rand])
+    make(tmp_path / "result", length=3).run()
+    with pytest.raises(ReplayDiffers, match="the state of the random generators of iteration 3"):
+        replay(functools.partial(make, length=3), tmp_path / "result", 3)
 
 
 def test_a_run_that_goes_on_is_only_read(tmp_path):

@@ -40,6 +40,32 @@ def test_points_that_the_run_does_not_reach_are_named():
     assert "Not reached in 5 iterations: right after the end of an epoch; right after an evaluation" in text
 
 
+BY_ITSELF = "whether the program continues by itself. It has no snapshot(autoload=True)"
+LATER = "what the program does after iteration {}, such as a change at a later epoch"
+LEARNING = "learning. No parameter has changed"
+
+
+@pytest.mark.parametrize(
+    ("make_trainer", "iterations", "not_tried"),
+    [
+        (programs.unseeded, 5, [BY_ITSELF, LATER.format(5)]),
+        (programs.short, 14, [BY_ITSELF]),
+        (programs.saving, 7, [BY_ITSELF, LATER.format(7)]),
+        (programs.continuing, 20, []),
+        (programs.continuing, 6, [LATER.format(6)]),
+        (programs.frozen, 6, [BY_ITSELF, LATER.format(6), LEARNING]),
+    ],
+)
+def test_what_was_not_tried_is_said_beside_a_run_that_is_exact(make_trainer, iterations, not_tried):
+    """Later epochs, learning, and whether the program continues at all; and kinds of state that are not looked into."""
+    lines = report(make_trainer, iterations=iterations, kill_after=2).splitlines()
+    assert lines[0].startswith("exact")
+    said = [line.removeprefix("Not tried: ") for line in lines if line.startswith("Not tried: ")]
+    assert len(said) == len(not_tried)
+    assert all(line.startswith(text) for line, text in zip(said, not_tried, strict=True))
+    assert any("Not looked into: generators and iterators, variables of other modules, hooks" in line for line in lines)
+
+
 def test_the_points_may_be_given():
     """Several, in any order, in place of those four."""
     text = report(programs.evaluated, kill_after=[7, 3])

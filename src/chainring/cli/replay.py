@@ -16,7 +16,7 @@ from chainring._messages import printable
 from chainring._runs.finished import FinishedRun, start_in_force
 from chainring.cli._common import add_command, ended_by_sigterm, show
 from chainring.testing._replay_process import replay_script
-from chainring.testing.replay import NoReplay
+from chainring.testing.replay import UNCHECKED, NoReplay
 from chainring.training._run_directory import read_record
 
 _REPLAY = """
@@ -177,6 +177,8 @@ class RecordedRun:
             replayed["notes"].append(
                 f"The run was one of {origin['ranks']} ranks: one process computes the same examples with other last bits"
             )
+        if comparison is not None and comparison["unchecked"] is not None:
+            replayed["notes"].append(f"Not checked: {UNCHECKED.format(comparison['unchecked'])}")
         starts: list[Mapping[str, Any]] = []  # that computed the iterations, in their order
         iteration = until
         while iteration > origin["iteration"] and (start := start_in_force(self._record, iteration)):

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from chainring.cli._common import add_command, ended_by_sigterm, show
-from chainring.testing._processes import script_starter
+from chainring.testing._processes import runs_in_sight, script_starter
 from chainring.testing.verify_resume import NotTried, verify_program
 
 _HELP = """
@@ -51,7 +51,8 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    start = script_starter("chainring.testing._verified_run", options.script, options.arguments)
+    runs = runs_in_sight(options.arguments)
+    start = script_starter("chainring.testing._verified_run", options.script, options.arguments, runs)
     settings = options.iterations, options.kill_after, options.timeout, options.keep
     steps = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     try:

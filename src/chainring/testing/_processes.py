@@ -5,26 +5,35 @@ The task is given as JSON. What the process has found lies in files with the nam
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import glob
 import inspect
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from chainring._checks import find_call_error
+from chainring._files import is_regular, is_temporary
+from chainring._places.base import MANIFEST
+from chainring.training._run_directory import RECORD
 from chainring.training.trainer import Trainer
 
 MARK = "CHAINRING_VERIFY_RESUME"  # in the environment of whatever a task starts
 _MAX_LINES = 40
+_LOCK = ".lock"
+_OF_OTHERS = ("previous", "abandoned", _LOCK)  # in the directory of a run
 _POLL = 0.02  # seconds
 _GRACE = 3.0  # seconds for a process to end once its run is saved
 
@@ -37,6 +46,8 @@ class ProcessTask:
     directory: str
     out: str  # of the trainer
     mark: str  # in the environment of its processes, by which they are found
+    place: str = field(default="", kw_only=True)  # the working directory, if it is another one
+    copies: list[str] = field(default_factory=list, kw_only=True)  # of directories of runs, for what a script writes there
     deadline: float = field(default=float("inf"), kw_only=True)  # on the monotonic clock; before, it tells where it stands
 
     def path(self, suffix: str) -> Path:
@@ -79,13 +90,19 @@ Start = Callable[[Any], tuple[int, Poll]]
 """Starts a fresh process for a task, and returns its number."""
 
 
-def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
-    """Return a function that starts a module, which runs a script with its arguments; see `run_script`."""
+def script_starter(module: str, script: str, arguments: Sequence[str], runs: Iterable[str | Path]) -> Start:
+    """Return a function that starts a module, which runs a script with its arguments; see `run_script`.
+
+    What the script writes into the directories of ``runs`` goes into copies of these: see `_protect`.
+    """
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {script}")
+    place, copies, arguments = _protect({os.path.realpath(run) for run in runs}, arguments)
+    script = os.path.abspath(script) if place else script
 
     def start(task: ProcessTask) -> tuple[int, Poll]:
-        command = [sys.executable, "-m", module, json.dumps(asdict(task)), script, *arguments]
+        text = json.dumps(asdict(replace(task, place=place, copies=copies)))
+        command = [sys.executable, "-m", module, text, script, *arguments]
         environment = {**os.environ, MARK: task.mark}
         with open(task.path("output"), "ab") as output:
             process = subprocess.Popen(
@@ -94,6 +111,64 @@ def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
         return process.pid, process.poll
 
     return start
+
+
+def runs_in_sight(arguments: Sequence[str]) -> list[str]:
+    """Return the directories of runs in the working directory, in those there, and among the arguments of a script."""
+    near = [path for pattern in ("*", "*/*") for path in glob.glob(pattern)]
+    given = [argument.rpartition("=")[2] for argument in arguments]
+    return [path for path in (*near, *given) if os.path.isfile(os.path.join(path, RECORD))]
+
+
+def _protect(runs: Set[str], arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """Return a working directory in which those of runs are copies, the copies, and the arguments with paths in them.
+
+    All else in it is a link to what it is. Snapshots, in which no program writes, are links too.
+    """
+    here = os.path.realpath(os.getcwd())
+    if not runs or any(f"{here}{os.sep}".startswith(f"{run}{os.sep}") for run in runs):
+        return "", [], list(arguments)  # it works in the directory of a run itself
+    place = os.path.realpath(tempfile.mkdtemp(prefix="chainring-working-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    work, copies = os.path.join(place, os.path.basename(here) or "root"), dict[str, str]()
+
+    def imitate(source: str, target: str) -> None:
+        os.mkdir(target)
+        for entry in os.scandir(source):
+            real, copy = os.path.realpath(entry.path), os.path.join(target, entry.name)
+            if real in runs:
+                copies[real] = copy
+            elif any(run.startswith(f"{real}{os.sep}") for run in runs):
+                imitate(real, copy)
+            else:
+                os.symlink(os.path.abspath(entry.path), copy)
+
+    def copy_file(source: str, target: str) -> None:
+        with contextlib.suppress(OSError):  # the run may still be running, and has removed it
+            if is_regular(Path(source)):
+                shutil.copy2(source, target)
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        return [n for n in names if os.path.exists(os.path.join(folder, n, MANIFEST)) or n in _OF_OTHERS or is_temporary(n)]
+
+    imitate(here, work)
+    for number, run in enumerate(sorted(runs)):
+        copy = copies.setdefault(run, os.path.join(place, f"run {number}"))
+        with contextlib.suppress(shutil.Error):
+            shutil.copytree(run, copy, symlinks=True, ignore=left_out, copy_function=copy_file)
+        for name in left_out(run, os.listdir(run)):
+            if name != _LOCK and not is_temporary(name):
+                os.symlink(os.path.join(run, name), os.path.join(copy, name))
+
+    def redirect(argument: str) -> str:
+        option, equals, path = argument.rpartition("=")
+        real = os.path.realpath(path)
+        run = next((run for run in runs if f"{real}{os.sep}".startswith(f"{run}{os.sep}")), None)
+        if run is None or not (os.path.isabs(path) or copies[run].startswith(os.path.join(place, "run "))):
+            return argument
+        return f"{option}{equals}{copies[run]}{real.removeprefix(run)}"
+
+    return work, list(copies.values()), list(map(redirect, arguments))
 
 
 def function_starter(function: Callable[..., None], context: Any) -> Start:
@@ -202,6 +277,8 @@ def run_script(task: ProcessTask, run_trainer: Callable[[Trainer, Callable[[Trai
     ``run_trainer`` takes the place of ``Trainer.run``, and is given that too. A script that makes two trainers is refused:
     ``caller`` is the name of the function that takes a function which makes one.
     """
+    if task.place:
+        os.chdir(task.place)
     sys.argv = sys.argv[2:]
     script = sys.argv[0]
     if not sys.flags.safe_path:

@@ -52,13 +52,13 @@ class ReplayTask(ProcessTask):
 def main() -> None:
     """Replay with the script of the command line, up to the end of its trainer's run."""
     task = ReplayTask(**json.loads(sys.argv[1]))
-    load, source = serializers.load, Path(task.source).resolve()
+    load, places = serializers.load, [Path(run).resolve() for run in (task.source, *task.copies)]
 
     @functools.wraps(load)
     def loading(path: str | os.PathLike[str], obj: Any, *args: Any, **kwargs: Any) -> None:
         # A script that continues its run from a snapshot begins before it: the replay chooses the snapshot.
         begins = isinstance(obj, Trainer) and not obj.is_replaying
-        if not (begins and Path(path).resolve().is_relative_to(source)):
+        if not (begins and any(map(Path(path).resolve().is_relative_to, places))):
             load(path, obj, *args, **kwargs)
 
     serializers.load = loading
@@ -128,7 +128,7 @@ def replay_script(run_directory: Path, script: str, arguments: Sequence[str], **
 
     The ``settings`` are those of a `ReplayTask`.
     """
-    start = script_starter("chainring.testing._replay_process", script, arguments)
+    start = script_starter("chainring.testing._replay_process", script, arguments, [run_directory])
     directory = tempfile.mkdtemp(prefix="chainring-replay-")
     out = os.path.join(directory, "out")
     try:

@@ -311,6 +311,10 @@ _FILES = (
     "the kill are gone. Write it from the state, or cut it back to the length that serialize(serializer) restores, as the "
     "writers of a LogReport do"
 )
+_NOT_COMPARED = (
+    "Not looked into: generators and iterators, variables of other modules, hooks, attributes named cache and lru_cache, "
+    "os.environ, files, lengths of dicts, and what follows the first 100 items of a container."
+)
 _SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
 _MADE = {
     "Generator": "numpy.random.default_rng(0), or torch.Generator().manual_seed(0)",
@@ -423,10 +427,28 @@ def format_unseeded(findings: Findings, generators: list[str]) -> list[str]:
     ]
 
 
+def format_limits(first: Task, facts: Mapping[str, Any]) -> list[str]:
+    """Return the lines for what a verification of so many iterations has not tried."""
+    trace, lines = _read_trace(first), []
+    begin, end = min(trace), max(trace)
+    if not facts["continues"]:
+        lines.append(
+            "Not tried: whether the program continues by itself. It has no snapshot(autoload=True), and begins anew unless "
+            "it loads a snapshot in its own code; here its state was saved and loaded for it"
+        )
+    if not facts["ended_itself"]:
+        lines.append(f"Not tried: what the program does after iteration {end}, such as a change at a later epoch")
+    if trace[begin]["parameters"] == trace[end]["parameters"]:
+        lines.append("Not tried: learning. No parameter has changed, since no optimizer has stepped with a gradient")
+    if facts["is_script"]:
+        lines.append("Not tried: what the script does after its trainer's run, such as that of another Trainer")
+    return lines
+
+
 def format_forgotten(unsaved: Mapping[str, str]) -> list[str]:
     """Return the lines for what the run has changed and no state holds."""
     if not unsaved:
-        return ["No unsaved state was found: all attributes that it changes are part of its state."]
+        return [f"No unsaved state was found in the attributes that were compared. {_NOT_COMPARED}"]
     lines = [f"  {path}: {text}. To save it: {remedy(path, text)}" for path, text in unsaved.items()]
     return ["Not part of any state, in the killed run when it was saved -> in the resumed run:", *_shortened(lines)]
 

@@ -185,6 +185,8 @@ class _Recording(Observer):
         reports = [entry.extension for entry in trainer.entries if isinstance(entry.extension, LogReport)]
         facts = {
             "ended_itself": ended_itself,
+            "is_script": __name__ == "__main__",
+            "continues": any(getattr(entry.extension, "autoload", False) for entry in trainer.entries if entry.is_snapshot),
             "threads": torch.get_num_threads(),
             "inexact": _random.nondeterminism_reason(),
             "logs": [name for report in reports for name in report.writes if name.endswith(".jsonl")],

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from chainring._checks import is_integer
 from chainring._distributed.sharding import to_local
-from chainring._messages import warn
+from chainring._messages import info, warn
 from chainring._naming import parameter_names
 from chainring._runs.comparison import first_recorded_difference
 from chainring._runs.conditions import Condition
@@ -42,6 +42,12 @@ from chainring.training._run_directory import read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import ReachedTrigger, TimeTrigger
+
+UNCHECKED = (
+    "the loss of iteration {0} is the recorded one, and what its update has changed is not recorded: replay to the "
+    "iteration after it, or record digests then by Recorder(parameters=...)"
+)
+"""Of the last iteration of a replay, in words."""
 
 
 class NoReplay(ValueError):  # noqa: N818 - it is read as an answer
@@ -71,9 +77,10 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
     if there is none, and repeats the iterations from there, with its own extensions. The run may have ended, been killed,
     or still be running: it is only read, and the trainer's ``out`` is a separate directory, which is removed with it. No
     rows are sent to services, such as Weights & Biases. If a `Recorder` has recorded the run, each iteration is compared
-    with the record.
+    with the record; of the last, whose update shows in the loss of the next, it is printed if that is not recorded.
 
-    The returned trainer has run: its gradients and its observation are those of the iteration, and Python's, NumPy's and
+    The returned trainer has run: its gradients, unless the run has a snapshot of that very iteration, after which no update
+    was made, and its observation are those of the iteration, and Python's, NumPy's and
     torch's generators are in the same states, so ``trainer.updater.update()`` computes the next update. To continue
     training, load ``trainer.state_dict()`` into a new trainer.
 
@@ -124,6 +131,8 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
         comparison = compare_with_record(run, trainer, replaying.origin, iteration)
         if comparison is not None and comparison["difference"] is not None:
             raise ReplayDiffers(comparison["difference"])
+        if comparison is not None and comparison["unchecked"] is not None:
+            info(UNCHECKED.format(iteration))
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -343,15 +352,18 @@ def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, unti
     """Compare the iterations of a replay with what a `Recorder` has recorded of the run; ``None`` if either has nothing.
 
     Return the ``count`` of iterations that are the same, the ``last`` that is recorded, the first ``iteration`` that
-    differs, and the ``difference`` in a sentence. Of several ranks the generators are those of one, and are not compared.
+    differs, the ``difference`` in a sentence, and ``unchecked``, the last iteration if what its update has computed is in no
+    digest. Of several ranks the generators are those of one, and are not compared.
     """
     recorded, replayed = run.sound_recorder(), FinishedRun(trainer.out).sound_recorder()
     if recorded is None or replayed is None or not len(recorded.iterations):
         return None
-    last = int(recorded.iterations[-1])
+    last, is_checked = int(recorded.iterations[-1]), until in recorded.digests.keys() & replayed.digests.keys()
     count, first = first_recorded_difference(recorded, replayed, origin.iteration, until, with_generators=origin.ranks == 1)
     if first is None:
-        same = {"count": count, "last": last, "iteration": None, "difference": None}
+        same = {"count": count, "last": last, "iteration": None, "difference": None, "unchecked": None}
+        if origin.iteration < until <= last and not is_checked:
+            same["unchecked"] = until  # a loss is recorded before its update
         return same if count or until == origin.iteration else None
     what = "the state of the random generators" if first.what == "generators" else f"the {first.what} {first.name}".rstrip()
     difference = (
@@ -359,7 +371,7 @@ def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, unti
         "recorded. The script, its arguments, its data, a version or the number of threads have "
         "changed, or something is remembered that is not saved: `chainring verify-resume` finds that"
     )
-    return {"count": count, "last": last, "iteration": first.iteration, "difference": difference}
+    return {"count": count, "last": last, "iteration": first.iteration, "difference": difference, "unchecked": None}
 
 
 # --- the examples that an update has taken from its iterators ---

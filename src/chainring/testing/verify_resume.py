@@ -196,6 +196,7 @@ class _Verification:
         self._seeds = secrets.randbits(32), secrets.randbits(32)
         self._whole_files: list[Files] = []  # of the two uninterrupted runs, read before another run adds to them
         self._verdict = Verdict("exact")
+        self._first: Task | None = None  # once it has run
         self._has_searched = False  # in a resumed run, for what no state holds
 
     def judge(self, iterations: int | None, points: list[int]) -> Verdict:
@@ -207,13 +208,15 @@ class _Verification:
             lines = [f"inconclusive: {hung}"]
         if verdict.not_reached:
             lines.append(f"Not reached in {verdict.iterations} iterations: {'; '.join(verdict.not_reached)}")
+        if self._first is not None and verdict.name == "exact":
+            lines += _resume_findings.format_limits(self._first, self._first.read("facts"))
         lines += _resume_findings.format_forgotten(verdict.unsaved) if self._has_searched else []
         verdict.report = "\n".join(lines)
         return verdict
 
     def _compare(self, iterations: int | None, points: list[int]) -> list[str]:
         verdict = self._verdict
-        first = self._run_whole("first", iterations)
+        self._first = first = self._run_whole("first", iterations)
         events = {record["iteration"]: record["events"] for record in first.records("jsonl")}
         begin = min(events)
         length = verdict.iterations = max(events) - begin
