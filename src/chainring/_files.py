@@ -43,8 +43,7 @@ def is_url(address: object) -> bool:
         ValueError: it looks like an address and is none that is known, or it is the path that pathlib makes of one.
     """
     text = os.fspath(address) if isinstance(address, os.PathLike) else address
-    match = _ADDRESS.match(text) if isinstance(text, str) else None
-    if match is None:
+    if not isinstance(text, str) or (match := _ADDRESS.match(text)) is None:
         return False
     is_path, scheme = isinstance(address, PurePath), match["scheme"] or match["other"]
     if match[0] == f"{scheme}://" and scheme in SCHEMES and not is_path:

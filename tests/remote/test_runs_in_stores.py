@@ -153,6 +153,15 @@ def test_a_run_that_starts_anew_moves_the_earlier_one_away(place):
     assert is_same(loaded, first)
 
 
+def test_a_run_that_starts_anew_is_not_warned_of_what_was_moved(place):
+    """The files of moved snapshots stay where they were, and are no damaged snapshots."""
+    for _ in range(2):
+        trainer_of(place, 2, autoload=False).run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_of(place, 3).run()
+
+
 def test_snapshots_of_iterations_to_come_are_abandoned(place):
     """A run that goes back to an earlier snapshot cuts the log, and keeps what it leaves."""
     trainer_of(place, n_retains=-1).run()

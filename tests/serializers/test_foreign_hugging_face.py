@@ -135,6 +135,21 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path, file):
         serializers.load(tmp_path / "model", gpt2())
 
 
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity", 'a "NaN', "NaN\\", "é NaN Infinity"])
+def test_an_index_keeps_names_that_look_like_numbers(tmp_path, name):
+    """Only a number that is not finite, which strict JSON lacks, is read as nothing."""
+    model = gpt2()
+    model.save_pretrained(tmp_path / "model")
+    file = f"{name.replace(chr(92), '')}.safetensors"
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / file)
+    names = [key for key in model.state_dict() if not key.endswith(("attn.bias", "attn.masked_bias", "lm_head.weight"))]
+    index = {"metadata": {"x": float("nan"), name: float("-inf")}, "weight_map": dict.fromkeys(names, file)}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    other = gpt2()
+    serializers.load(tmp_path / "model", other)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
 def test_links_lead_into_the_directory_or_into_the_cache(tmp_path):
     """The cache of the library links to blobs; a link elsewhere is refused."""
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "f00", tmp_path / "models--a--b" / "blobs"

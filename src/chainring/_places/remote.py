@@ -82,11 +82,9 @@ class RemotePlace(Place):
     def states(self) -> dict[str, Hashable | None]:
         states: dict[str, Tag | None] = {}
         for entry in self._list():
-            name, slash, rest = entry.key.partition("/")
+            name, _, rest = entry.key.partition("/")
             if rest == MANIFEST and not name.startswith("."):
-                states[name] = entry.tag
-            elif slash and _DRAFT.fullmatch(entry.key):
-                states.setdefault(name, None)
+                states[name] = entry.tag  # files without it are unfinished, or those of a snapshot that was moved
         self._states, self._record = states, None
         return dict(states)
 
