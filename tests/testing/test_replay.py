@@ -144,7 +144,7 @@ def make_clipped(out, largest=10.0, digests=3, **settings):
 
 @pytest.mark.parametrize(
     ("digests", "to", "is_checked"),
-    [(3, 1, False), (3, 4, False), (3, 3, True), (1, 1, True), (None, 1, False), (None, 5, False)],
+    [(3, 1, False), (3, 5, False), (3, 3, True), (1, 1, True), (None, 1, False), (None, 5, False)],
 )
 def test_what_the_last_replayed_update_has_changed_is_compared_or_said_not_to_be(tmp_path, said, digests, to, is_checked):
     """A loss is recorded before its update; a digest after it."""

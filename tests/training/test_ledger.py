@@ -52,7 +52,7 @@ def test_what_was_written_is_read(tmp_path):
 def test_a_ledger_is_cut_back_to_any_iteration(tmp_path, iteration):
     """What is of it and before stays as it was, and more can be appended."""
     whole = Ledger.read(
-        path := write(tmp_path, block(0, digests=[0]), block(1, digests=[40, 64]), block(2, 5, digests=[66]))
+        path := write(tmp_path, block(0, digests=[7]), block(1, digests=[40, 64]), block(2, 5, digests=[66]))
     )
     path.write_bytes(cut_back(path.read_bytes(), path, iteration))
     cut = Ledger.read(path)

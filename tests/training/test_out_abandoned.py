@@ -123,11 +123,15 @@ def test_rows_of_what_is_abandoned_do_not_stay_where_no_extension_continues_them
     serializers.load(source, trainer, strict=False)
     with pytest.warns(UserWarning, match="extensions"):
         trainer.run()
+    if is_elsewhere:
+        assert not {"log", "log.jsonl"} & set(names(tmp_path / "out"))
+        assert any((folder / "log.jsonl").exists() for folder in (tmp_path / "out" / "abandoned").iterdir())
+        return
     lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
     rows = [json.loads(line)["iteration"] for line in lines if line.endswith("}")]
     if "cut" in fork:
         return  # a file that is damaged is left to a person
-    assert rows == ([] if is_elsewhere else list(range(1, at + 1)))
+    assert rows == list(range(1, at + 1))
     if fork != "a log whose array was removed":
         assert [row["iteration"] for row in json.loads((tmp_path / "out" / "log").read_text())] in (rows, [])
 

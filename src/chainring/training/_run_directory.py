@@ -25,6 +25,7 @@ from chainring._files import (
     read_regular,
     replace_file,
     set_aside,
+    set_rows_aside,
     temporary_path,
 )
 from chainring._messages import info, list_names, warn
@@ -104,9 +105,15 @@ class RunDirectory:
         return f"{list_names(later, _MAX_SHOWN)} moved to {self.move(later, 'abandoned', copies=files)}"
 
     def cut_back(self, names: Iterable[str], iteration: int) -> None:
-        """Remove the rows of later iterations from files that no extension continues, which else would cut them back."""
+        """Remove the rows of later iterations from files that no extension continues, which else would cut them back.
+
+        With a negative iteration all rows are those of another run, and the files are moved to ``abandoned/<n>``.
+        """
         for name in names:
             path, kept = self.path / name, None
+            if iteration < 0:
+                set_rows_aside(path)
+                continue
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # of another format, or changed by hand
                 with open(open_regular(path), "rb") as file:
                     content = file.read()
@@ -117,8 +124,8 @@ class RunDirectory:
                     kept = b"".join(line for line in lines if json.loads(line)["iteration"] <= iteration)
                 elif content.startswith(b"["):
                     rows = json.loads(content)
-                    later = [row for row in rows if row["iteration"] > iteration]
-                    kept = json.dumps([row for row in rows if row not in later], indent=4).encode() if later else None
+                    earlier = [row for row in rows if row["iteration"] <= iteration]
+                    kept = json.dumps(earlier, indent=4).encode() if len(earlier) < len(rows) else None
             if kept is not None and kept != content:
                 replace_file(path, kept)
                 info(f"resumed at iteration {iteration}: the later rows of {name} removed, which no extension continues")
