@@ -284,7 +284,7 @@ def test_a_log_without_the_ends_of_lines_is_refused_soon(base, tmp_path, capsys)
     shutil.copytree(base / "plain", tmp_path / "run")
     (tmp_path / "run/log.jsonl").write_bytes(b"1" * (100 << 20))
     assert main(["diff", str(base / "plain"), str(tmp_path / "run")]) == 2
-    assert "has a line of more than 67,108,864 bytes; a log has none" in capsys.readouterr().err
+    assert "has a line of more than 67,108,864 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400), 10**308, 2**1024])
