@@ -133,3 +133,58 @@ def test_fewer_than_ranks_and_communication_hooks_are_refused():
         assert "got 1 with 2 ranks; take at least 2" in few
         assert "model 'main' has itself of type DistributedDataParallel with a communication hook" in hook
         assert "leave it out" in hook
+
+
+class Growing(nn.Module):
+    """Has a buffer that a forward makes."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        if kind in ("none", "none, registered"):
+            self.register_buffer("mean", None)
+        if kind in ("reshaped", "resized"):
+            self.register_buffer("mean", torch.zeros(1))
+        if kind == "of another dtype":
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float32))
+
+    def forward(self, x):
+        value = x.detach().mean(0)
+        if self.kind == "resized":
+            self.mean.resize_(3).copy_(value)
+        elif self.kind in ("none", "reshaped", "of another dtype"):
+            self.mean = value
+        else:
+            self.register_buffer("mean", value, persistent=self.kind != "not saved")
+        return x - self.mean
+
+
+GROWING = ["none", "none, registered", "missing", "not saved", "reshaped", "resized", "of another dtype"]
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_buffer_that_a_forward_makes_is_refused(kind):
+    updater = updater_of(6, model=with_layer(Growing(kind)), virtual_ranks=3)
+    updater.start()
+    with pytest.raises(RuntimeError, match=r"'main\.predictor\.0\.mean' of shape \(3,\).*register it with its shape"):
+        updater.update()
+
+
+@pytest.mark.parametrize("kind", ["none", "none, registered", "missing", "not saved"])
+def test_buffer_that_a_forward_makes_is_that_of_the_only_virtual_rank(kind):
+    model = with_layer(Growing(kind))
+    updater_of(6, model=model, virtual_ranks=1).update()
+    torch.testing.assert_close(model.predictor[0].mean.double(), regression_data().tensors[0][:6].mean(0))
+
+
+def test_buffer_that_is_replaced_between_updates_is_that_with_which_the_next_one_begins():
+    model = with_layer(nn.BatchNorm1d(3, dtype=torch.float64))
+    expected = with_layer(nn.BatchNorm1d(3, dtype=torch.float64))
+    updaters = [updater_of(6, model=each, virtual_ranks=3) for each in (model, expected)]
+    for updater in updaters:
+        updater.update()
+    model.predictor[0].running_mean = torch.full((3,), 5.0, dtype=torch.float64)
+    expected.predictor[0].running_mean.fill_(5.0)
+    for updater in updaters:
+        updater.update()
+    assert torch.equal(model.predictor[0].running_mean, expected.predictor[0].running_mean)

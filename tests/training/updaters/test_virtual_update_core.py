@@ -1,7 +1,9 @@
 """An update_core of one's own runs once for each virtual rank, and all meet in step."""
 
+import copy
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -384,3 +386,167 @@ def test_values_reported_before_and_after_a_step_are_means_over_virtual_ranks():
     mean = regression_data().tensors[0][:3, 0].mean().item()
     assert float(observation["main/first"]) == pytest.approx(mean)
     assert float(observation["after"]) == pytest.approx(mean)
+
+
+class Replacing(nn.Module):
+    """Divides by a running size, a buffer that it replaces in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("size", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        scaled = x / self.size
+        self.size = 0.9 * self.size + 0.1 * x.detach().abs().mean(0)
+        return scaled
+
+
+class InPlace(Replacing):
+    """Changes its buffer in place before it is used."""
+
+    def forward(self, x):
+        self.size.lerp_(x.detach().abs().mean(0), 0.1)
+        return x / self.size
+
+
+class Late(Replacing):
+    """Replaces its buffer, and changes the new one in place before it is used."""
+
+    def forward(self, x):
+        self.size = self.size.clone()
+        self.size.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
+        return x / self.size
+
+
+def spectral():
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3).double())
+
+
+NORMS = {
+    "BatchNorm": lambda: nn.BatchNorm1d(3, dtype=torch.float64),
+    "BatchNorm without a momentum": lambda: nn.BatchNorm1d(3, momentum=None, dtype=torch.float64),
+    "BatchNorm in evaluation mode": lambda: nn.BatchNorm1d(3, dtype=torch.float64).eval(),
+    "a buffer that is replaced": Replacing,
+    "a buffer that is changed in place": InPlace,
+    "a buffer that is replaced and changed": Late,
+    "spectral norm": spectral,
+}
+
+
+class Normed(nn.Module):
+    """Adversaries of which the maker keeps statistics."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(3)
+        self.maker, self.judge = nn.Sequential(NORMS[norm](), nn.Linear(3, 3).double()), nn.Linear(3, 1).double()
+
+    def losses(self, x, t):
+        """That of the judge, and afterwards that of the maker, by the graph of what was made before."""
+        made = self.maker(x)
+        yield (self.judge(x) - t).square().mean() + self.judge(made.detach()).square().mean()
+        yield (self.judge(made) - 1).square().mean()
+
+
+class LivingGraph(StandardUpdater):
+    """The graph through the maker lives on while the judge steps."""
+
+    def update_core(self):
+        losses = self.get_model("main").losses(*self.next_batch())
+        for name in ("judge", "maker"):
+            self.backward(next(losses))
+            self.step(name)
+
+
+def computed_side_by_side(model, updates, count):
+    """The same with PyTorch alone: each virtual rank has the parameters, and buffers of its own."""
+    optimizers = [torch.optim.Adam(getattr(model, name).parameters(), 0.1) for name in ("judge", "maker")]
+    x, t = regression_data().tensors
+    for update in range(updates):
+        start = update * BATCH % len(x)
+        parts = [copy.deepcopy(model, {id(p): p for p in model.parameters()}) for _ in range(count)]
+        rows = [slice(start + number, start + BATCH, count) for number in range(count)]
+        losses = [part.losses(x[each], t[each]) for part, each in zip(parts, rows, strict=True)]
+        for optimizer in optimizers:
+            model.zero_grad()
+            for loss in losses:
+                (next(loss) / count).backward(inputs=optimizer.param_groups[0]["params"], retain_graph=True)
+            optimizer.step()
+        for name, buffer in model.named_buffers():
+            results = [part.get_buffer(name) for part in parts]
+            buffer.copy_(sum(results) / count if buffer.is_floating_point() else results[0])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_graph_that_lives_while_an_optimizer_steps_has_the_buffers_of_its_virtual_rank(norm):
+    model, expected = Normed(norm), Normed(norm)
+    optimizers = {name: torch.optim.Adam(getattr(model, name).parameters(), 0.1) for name in ("judge", "maker")}
+    updater = LivingGraph(SerialIterator(regression_data(), BATCH, shuffle=False), optimizers, model, virtual_ranks=3)
+    updater.start()
+    for _ in range(4):
+        updater.update()
+    computed_side_by_side(expected, 4, 3)
+    assert_close(parameters_of(updater), [parameter.detach() for parameter in expected.parameters()])
+    assert_close(list(model.buffers()), list(expected.buffers()))
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+@pytest.mark.parametrize("kind", [StandardUpdater, Plain])
+def test_updater_without_a_trainer_trains_as_a_started_one(kind, repeat):
+    alone, begun = (updater_of(BATCH, kind=kind, virtual_ranks=3, repeat=repeat) for _ in range(2))
+    begun.start()
+    for _ in range(2):
+        alone.update()
+        begun.update()
+    assert all(map(torch.equal, parameters_of(alone), parameters_of(begun)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_across_epochs": False}])
+@pytest.mark.parametrize("kind", [Plain, StandardUpdater])
+def test_epoch_is_that_of_the_batch_of_a_virtual_rank(kind, settings):
+    """Before it has taken its batch, the epoch of the batch before; the batch was fetched for all of them."""
+
+    class Asking(kind):
+        def update_core(self):
+            before = self.epoch, self.epoch_detail
+            super().update_core()
+            epochs.append((before, (self.epoch, self.epoch_detail)))
+
+    def epochs_with(virtual_ranks):
+        epochs.clear()
+        updater = started(Asking, virtual_ranks, **settings)
+        for _ in range(3):
+            updater.update()
+        assert (updater.epoch, updater.epoch_detail) == (updater.get_iterator("main").epoch, epochs[-1][1][1])
+        return list(epochs)
+
+    epochs = []
+    without = epochs_with(None)
+    assert sorted(epochs_with(3)) == sorted(without * 3)
+    assert sorted(epochs_with(1)) == sorted(without)
+
+
+def test_no_thread_is_left_wherever_an_update_is_interrupted():
+    """Also where that is before or after virtual ranks compute."""
+    updater, frames = started(Plain), []
+
+    def interrupt(frame, event, _):
+        if "_virtual.py" not in frame.f_code.co_filename:
+            return None
+        frames.append(event)
+        if len(frames) == moment:
+            raise KeyboardInterrupt
+        return interrupt
+
+    moment = 0
+    while not frames or len(frames) >= moment:
+        moment += 7
+        frames.clear()
+        sys.settrace(interrupt)
+        try:
+            updater.update()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert not [thread.name for thread in threading.enumerate() if "virtual-rank" in thread.name]

@@ -58,13 +58,14 @@ class Part:
     weight: Any = 0  # of what it has reported, in a mean
     pinned: dict[str, Any] = field(default_factory=dict)  # the weights of what it has reported of earlier batches
     rows: int = 1  # the examples of its batches; 1 in an update that takes none
-    epoch: Any = 0  # of the main iterator after the last batch that it has taken
+    epoch: Any = 0  # of the main iterator after the last batch that it has taken, as `epoch_detail`
+    epoch_detail: Any = 0.0
     taken: dict[str, int] = field(default_factory=dict)  # the number of batches of each iterator
     steps: list[tuple[list[str], list[Any]]] = field(default_factory=list)  # optimizers, and weights of their gradients
     leaf: list[Tensor | None] | None = None  # the gradients of the last part, which are sent without being added before
     # What belongs to it, kept here while another part is computed:
     gradients: list[Tensor | None] = field(default_factory=list)
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     generators: Any = None
     reported: dict[str, Any] = field(default_factory=dict)  # the observation of the reporter when it was left
 
@@ -80,21 +81,25 @@ class VirtualRanks:
         self.count, self.block = count, block_of(self.comm.rank, self.comm.size, count)  # of all ranks, and of this one
         self.seed: int | None = None
         self.may_continue = may_continue  # an update_core may continue after a step
+        self._is_started = False
 
     def start(self) -> None:
         """Prepare for a run: all ranks take the seed of rank 0, if none was loaded."""
         if self.seed is None:
             self.seed = self.comm.broadcast_object(torch.initial_seed())
+        self._is_started = True
         models = list(self.scheme.models.values())
         self.sharded = ShardedGradients(models)
         self.parameters = [parameter for model in models for parameter in model.parameters()]
         device = next((parameter.device for parameter in self.parameters), torch.device("cpu"))
-        self.statistics = RunningStatistics(models, self.count)
+        self.statistics = RunningStatistics(self.scheme.models, self.count)
         self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, self.block, self.count, device))
         self.overlaps = not self.sharded  # gradients are sent while the last backward runs
 
     def run(self, update: Update) -> Any:
         """Compute an update; return its weight, on one rank only: all have what all have reported."""
+        if not self._is_started:  # of an updater that no trainer has started
+            self.scheme.updater.start()
         weight, pins = VirtualUpdate(self, update).run()
         if self.comm.rank > 0:
             return 0
@@ -117,10 +122,13 @@ class VirtualUpdate:
             # Each forward gathers parameters from all ranks, and other ranks run one forward more.
             numbers.insert(0, (ranks.count, 0))
         self._parts: list[Part] = []
+        self._epochs = self._scheme.epochs
+        epochs = self._positions.get("main", (0, 0))
         for number, index in numbers:
             counts, context = number < ranks.count, UpdateContext(self._scheme.updater, self._scheme.updater.iteration, 0)
             part = Part(self, number, index, counts, Update(self._scheme, context, update.epoch), has_rows=counts)
             part.update.part, part.reported = part, part.observation
+            part.epoch, part.epoch_detail = epochs
             self._parts.append(part)
         self._threads: _Threads | None = None
         self._sums = defaultdict[int, TreeSum](partial(TreeSum, ranks.block, ranks.count))  # of the gradients of each step
@@ -146,8 +154,8 @@ class VirtualUpdate:
             The weight of the update, and what was reported of earlier batches than the last, with its weights.
         """
         running, may_continue = list(self._parts), self._ranks.may_continue
-        self._threads = _Threads(running) if may_continue and len(running) > 1 else None
         try:
+            self._threads = _Threads(running) if may_continue and len(running) > 1 else None
             while running:
                 for part in list(running):
                     self._enter(part)
@@ -168,6 +176,7 @@ class VirtualUpdate:
             self._uncounted.close()
             _random.put_generators(self._outer_generators)
             self._report_into(self._outer)
+            self._scheme.epochs = self._epochs
         if self._result is None:
             self._check_other_ranks([names for names, _ in self._parts[0].steps], ends=True)
             self._result = self._ranks.agreements[len(self._sums)].start(Findings(*self._end_parts()), self._counted_parts)()
@@ -209,6 +218,8 @@ class VirtualUpdate:
     def _enter(self, part: Part) -> None:
         """Let a part begin, or continue."""
         self._scheme.update = part.update
+        if "main" in self._positions:  # the batch of the part, and not the one that was fetched for all
+            self._scheme.epochs = part
         self._ranks.statistics.put(part.buffers)
         self._put_gradients(part)
         if part.generators is not None:
@@ -253,7 +264,7 @@ class VirtualUpdate:
             self._fetch(name, iterator)
             self._outer_generators = _random.take_generators()
             _random.put_generators(generators)
-        batch, epoch, error, first_epoch = fetched[position]
+        batch, epochs, error, first_epoch = fetched[position]
         part.taken[name] = position + 1
         if error is not None:
             raise error
@@ -266,7 +277,7 @@ class VirtualUpdate:
             if isinstance(rows, Batch):
                 rows.weight = 0
         if name == "main":
-            part.epoch = epoch
+            part.epoch, part.epoch_detail = epochs
             part.rows = (part.rows if position else 0) + (examples if isinstance(examples, int) else 1)
             part.has_rows = part.counts and not is_empty
             self._let_metrics_count(part.has_rows)
@@ -280,9 +291,9 @@ class VirtualUpdate:
             batch = next(iterator)
         except StopIteration as end:
             error = end
-        fetched = _Fetched(batch, getattr(iterator, "epoch", 0), error, first_epoch)
-        self._fetched.setdefault(name, []).append(fetched)
         self._positions[name] = _position(iterator)
+        fetched = _Fetched(batch, self._positions[name], error, first_epoch)
+        self._fetched.setdefault(name, []).append(fetched)
         return fetched
 
     def _check_positions(self) -> None:
@@ -412,7 +423,7 @@ class _Fetched(NamedTuple):
     """A batch of an iterator, or the ``StopIteration`` that it has raised instead."""
 
     batch: Any
-    epoch: Any  # after it
+    position: tuple[Any, Any]  # of the iterator after it
     error: BaseException | None
     first_epoch: Any  # before it
 
@@ -435,17 +446,17 @@ class _Threads:
         self._ended: set[int] = set()
         self._error: BaseException | None = None
         self._is_abandoned = False
-        settings = _thread_settings()
-        self._threads = []
-        for part in parts:
-            arguments, name = (self._run_part, part, settings), f"chainring-virtual-rank-{part.number}"
-            context = contextvars.copy_context()
-            self._threads.append(threading.Thread(target=context.run, args=arguments, name=name, daemon=True))
-            self._threads[-1].start()
+        settings, self._threads = _thread_settings(), dict[int, threading.Thread]()
+        for part in parts:  # each starts when it is resumed first, so that one which an interrupt prevents is not left
+            target, name = partial(contextvars.copy_context().run, self._run_part), f"chainring-virtual-rank-{part.number}"
+            self._threads[part.number] = threading.Thread(target=target, args=(part, settings), name=name, daemon=True)
 
     def resume(self, part: Part) -> bool:
         """Let a part continue to its next step, or to its end; return True if it has ended."""
-        self._turns[part.number].release()
+        if self._threads[part.number].ident is None:
+            self._threads[part.number].start()
+        else:
+            self._turns[part.number].release()
         self._turn_is_over.acquire()
         if self._error is not None:
             raise self._error
@@ -464,13 +475,11 @@ class _Threads:
         self._is_abandoned = True
         for number in self._turns.keys() - self._ended:
             self._turns[number].release()
-        for thread in self._threads:
-            thread.join()
+        for thread in self._threads.values():
+            if thread.is_alive():
+                thread.join()
 
     def _run_part(self, part: Part, settings: Callable[[], ExitStack]) -> None:
-        self._turns[part.number].acquire()
-        if self._is_abandoned:
-            return
         try:
             with settings():
                 part.whole.compute(part)

@@ -45,40 +45,72 @@ class RunningStatistics:
     ``changed`` are the numbers of the buffers that a virtual rank of this rank has changed.
     """
 
-    def __init__(self, models: Iterable[nn.Module], count: int) -> None:
-        owners = {id(module): module for model in models for module in model.modules()}.values()
-        slots = [(module._buffers, name) for module in owners for name in module._buffers]
-        slot_of = {id(buffers[name]): (buffers, name) for buffers, name in slots if buffers[name] is not None}
-        self._slots: list[tuple[Any, str]] = list(slot_of.values())
-        self._buffers: list[Tensor] = [buffers[name] for buffers, name in self._slots]
+    def __init__(self, models: Mapping[str, nn.Module], count: int) -> None:
+        self._owners = {
+            module: f"{label}.{path}" for label, model in models.items() for path, module in model.named_modules()
+        }
         self._count = count
 
     @torch.no_grad()
     def begin(self, block: range) -> None:
-        """Begin an update."""
+        """Begin an update, with the buffers that there are now."""
+        named = [(module._buffers, name) for module in self._owners for name in module._buffers]
+        slot_of = {id(buffers[name]): (buffers, name) for buffers, name in named if buffers[name] is not None}
+        self._slots: list[tuple[Any, str]] = list(slot_of.values())
+        self._buffers: list[Tensor] = [buffers[name] for buffers, name in self._slots]
+        self._absent = [(buffers, name) for buffers, name in named if buffers[name] is None]
+        self._number = len(named)
         self._initial = [buffer.clone() for buffer in self._buffers]
         self._sum = TreeSum(block, self._count)
         self.changed: set[int] = set()
 
     @torch.no_grad()
-    def put(self, values: dict[int, Tensor]) -> None:
+    def put(self, values: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Restore the buffers that `take` has returned for a virtual rank; all others are as at the beginning."""
-        for slot, value in values.items():
-            self._buffers[slot].copy_(value)
+        for slot, (result, value) in values.items():
+            buffers, name = self._slots[slot]
+            buffers[name] = result
+            _set_quietly(self._buffers[slot], value)
 
     @torch.no_grad()
-    def take(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the buffers that a virtual rank has changed, now or before (``values``), and undo its changes."""
+    def take(self, values: dict[int, tuple[Tensor, Tensor]]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the buffers that a virtual rank has changed, now or before (``values``), and undo its changes.
+
+        Of each, what is in its place, and the value of the one that was there at the beginning: graphs may have saved both.
+        """
+        self._refuse_new_ones()
         taken = dict(values)
         for slot, (buffers, name) in enumerate(self._slots):
             buffer, result, initial = self._buffers[slot], buffers[name], self._initial[slot]
             # Buffers on an accelerator are taken in any case: to compare them would wait for it. Versions would not tell,
             # because BatchNorm's kernel on the host changes its statistics without counting that.
             if slot in taken or result is not buffer or result.device.type != "cpu" or not torch.equal(result, initial):
-                taken[slot] = result.clone()
+                taken[slot] = result, buffer.clone()
                 buffers[name] = buffer
-                buffer.copy_(initial)
+                _set_quietly(buffer, initial)
         return taken
+
+    def _refuse_new_ones(self) -> None:
+        """Refuse buffers that a virtual rank has made or reshaped, of which there is no value to begin with."""
+        reshaped = any(
+            buffers[name] is None or buffers[name].shape != initial.shape or buffers[name].dtype != initial.dtype
+            for (buffers, name), initial in zip(self._slots, self._initial, strict=True)
+        )
+        is_new = any(buffers[name] is not None for buffers, name in self._absent)
+        is_new = is_new or sum(len(module._buffers) for module in self._owners) != self._number
+        if not reshaped and not (is_new and self._count > 1):  # what the only virtual rank makes is not averaged
+            return
+        before = {(id(buffers), name): initial for (buffers, name), initial in zip(self._slots, self._initial, strict=True)}
+        for module, path in self._owners.items():
+            for name, buffer in module._buffers.items():
+                was = before.get((id(module._buffers), name))
+                if buffer is not None and (was is None or was.shape != buffer.shape or was.dtype != buffer.dtype):
+                    raise RuntimeError(
+                        "of a buffer the virtual ranks of an update have the mean, from the value with which all of them "
+                        f"begin, and a forward has made {f'{path}.{name}'.replace('..', '.')!r} of shape "
+                        f"{tuple(buffer.shape)}, which was {None if was is None else tuple(was.shape)}: register it with "
+                        "its shape in __init__, or call the model with a batch before the updater is made"
+                    )
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -88,11 +120,11 @@ class RunningStatistics:
             buffer.copy_(initial)
 
     @torch.no_grad()
-    def add(self, number: int, rows: int, values: dict[int, Tensor]) -> None:
+    def add(self, number: int, rows: int, values: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Add the results of virtual rank ``number``, which has had so many rows."""
         leaf: list[Tensor | None] = [None] * len(self._slots)
-        for slot, value in values.items() if rows else ():
-            initial = self._initial[slot]
+        for slot, (result, kept) in values.items() if rows else ():
+            initial, value = self._initial[slot], kept if result is self._buffers[slot] else result
             self.changed.add(slot)
             if _is_averaged(value):
                 leaf[slot] = torch.where(value == initial, 0, _exact(value) - _exact(initial)) * rows  # also of infinities
@@ -112,6 +144,14 @@ class RunningStatistics:
             assert total is not None
             change = total / rows if _is_averaged(buffer) else total
             buffer.copy_(torch.where(change == 0, _exact(initial), _exact(initial) + change))
+
+
+def _set_quietly(buffer: Tensor, value: Tensor) -> None:
+    """Set a buffer to a value without counting that as a change, which a graph that has saved the buffer would refuse.
+
+    When a virtual rank computes its backward, its buffers are again what they were when it was left.
+    """
+    buffer.data.copy_(value)
 
 
 def _is_averaged(buffer: Tensor) -> bool:
