@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from chainring import datasets, iterators, training
+from chainring._distributed.digests import digest_tensor
 from chainring.nn import Classifier
-from chainring.training._digests import digest_tensor
 from chainring.training._ledger import Ledger
 from chainring.training.extensions import Recorder
 

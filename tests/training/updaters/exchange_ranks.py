@@ -1,11 +1,15 @@
 """What two ranks do in an update_core of their own, for test_exchange.py."""
 
+import tempfile
+
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from toys import Regression, parameters_of, regression_data, same_regression
 
 from chainring.iterators import SerialIterator
-from chainring.training import StandardUpdater, UpdateCallbacks, clip_grad_norm
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm
+from chainring.training.extensions import ExponentialMovingAverage, snapshot
 
 
 def loss_of(updater, name="main"):
@@ -92,15 +96,17 @@ class Shared(StandardUpdater):
         self.step("second")
 
 
-def make(kind, wraps=False, comm=None, **settings):
-    models = {"main": same_regression(), "second": Regression()}
+def make(kind, wraps=False, comm=None, model=None, batch_size=4, **settings):
+    models = {"main": (model or same_regression)(), "second": Regression()}
     for parameter in models["second"].parameters():
         torch.nn.init.constant_(parameter, 0.3)
     if wraps:
         models["main"] = DistributedDataParallel(models["main"])
     if kind not in (OneOfTwo, Shared):
         models = {"main": models["main"]}
-    iterator = SerialIterator(regression_data(), 4, shuffle=False)
+    iterator = SerialIterator(regression_data(), batch_size, shuffle=False)
+    if (virtual_ranks := settings.get("virtual_ranks")) is not None:
+        iterator.use_virtual_ranks(virtual_ranks)
     if comm is not None:
         iterator.share(comm.rank, comm.size)
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
@@ -174,3 +180,127 @@ def train_sparse(comm, cases):
         except (TypeError, ValueError) as error:
             found.append((type(error).__name__, str(error), updater is None))
     return found
+
+
+class ByLoss(StandardUpdater):
+    """Sets a learning rate from the loss of its rows."""
+
+    def update_core(self):
+        loss = loss_of(self)
+        self.get_optimizer("main").param_groups[0]["lr"] = float(loss.detach())
+        self.backward(loss)
+        self.step()
+
+
+class Scaling(StandardUpdater):
+    """Scales its weights by its rows, after the step."""
+
+    def update_core(self):
+        x, t = self.next_batch()
+        self.backward((self.get_model("main").predictor(x) - t).square().mean())
+        self.step()
+        for parameter in self.get_model("main").parameters():
+            parameter.data.mul_(x.mean())
+
+
+class Quantised(Regression):
+    """Keeps an average of its rows in a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.nn.init.zeros_(self.predictor.weight)
+        self.centre = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x, t):
+        self.centre.data.lerp_(x.mean(0), 0.1)
+        return super().forward(x - self.centre, t)
+
+
+class Bounded(Regression):
+    """Looks up rows that are scaled to a norm of at most 0.1."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(40, 3, dtype=torch.float64, max_norm=0.1)
+
+    def forward(self, x, t):
+        return super().forward(x + self.table((x[:, 0] * 10).abs().long()), t)
+
+
+def add_noise(updater):
+    for parameter in updater.get_model("main").parameters():
+        parameter.data += torch.randn_like(parameter)
+
+
+def add_ulp(trainer):
+    trainer.updater.get_model("main").predictor.bias.data += 1e-15 * trainer.comm.rank
+
+
+def diverging_on_rank(comm, virtual_ranks):
+    """What is said of updates after which ranks differ, and after how many, and of a difference at a snapshot."""
+    torch.manual_seed(comm.rank)
+    said = []
+    for kind, model, between in [
+        (StandardUpdater, None, add_noise), (ByLoss, None, None), (Scaling, None, None), (StandardUpdater, Quantised, None),
+        (StandardUpdater, Bounded, None),
+    ]:  # fmt: skip
+        try:
+            updater = make(kind, model=model, comm=comm, virtual_ranks=virtual_ranks)
+            updater.start()
+            for _ in range(3):
+                updater.update()
+                if between is not None:
+                    between(updater)
+        except (RuntimeError, ValueError) as error:
+            said.append((str(error), updater.iteration))
+    with tempfile.TemporaryDirectory() as folder:
+        updater = make(StandardUpdater, comm=comm, virtual_ranks=virtual_ranks)
+        trainer = Trainer(updater, (9, "iteration"), out=comm.broadcast_object(folder))
+        trainer.extend(snapshot(), trigger=(3, "iteration"))
+        trainer.extend(add_ulp, trigger=(5, "iteration"))
+        try:
+            trainer.run()
+        except RuntimeError as error:
+            said.append((str(error), updater.iteration))
+        comm.barrier()
+    return said
+
+
+class Following(StandardUpdater):
+    """Updates averages of its model at the end, or after each of two steps."""
+
+    times = 1
+
+    def update_core(self):
+        for _ in range(self.times):
+            x, t = self.next_batch()
+            model = self.get_model("main")
+            loss = (model.predictor(model.norm(x)) - t).square().mean() + (self.averages[0].model.predictor(x) ** 2).mean()
+            self.backward(loss)
+            self.step()
+            for average in self.averages:
+                average.update()
+
+
+class Normalised(Regression):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+
+
+def followed(virtual_ranks, times, number, comm=None):
+    """The parameters, the buffers, and those of averages, after four updates; without a communicator in one process."""
+    torch.manual_seed(3)
+    updater = make(Following, model=Normalised, comm=comm, batch_size=8, virtual_ranks=virtual_ranks)
+    updater.times, averages = times, [lambda n: n / (n + 1), 0.9][:number]
+    updater.averages = [ExponentialMovingAverage(updater.get_model("main"), decay) for decay in averages]
+    updater.start()
+    for _ in range(4):
+        updater.update()
+    models = [updater.get_model("main"), *(average.model for average in updater.averages)]
+    return [tensor.tolist() for model in models for tensor in model.state_dict().values()]
+
+
+def followed_on_rank(comm, cases):
+    return [followed(*case, comm) for case in cases]

@@ -1,5 +1,6 @@
 """On several ranks, an update in which they do not exchange what they must is an error, and no other is."""
 
+import pytest
 import torch
 from exchange_ranks import (
     ByHand,
@@ -10,6 +11,9 @@ from exchange_ranks import (
     Shared,
     WeighedByItself,
     WithClosure,
+    diverging_on_rank,
+    followed,
+    followed_on_rank,
     make,
     mean_square,
     sparse_model,
@@ -112,3 +116,26 @@ def test_sparse_gradients_stay_sparse_in_one_process():
         StandardUpdater(iterator, optimizer, model, loss_func=mean_square, **settings).update()
         changed = (model.weight != before).any(1).nonzero().flatten().tolist()
         assert changed == list(range(2 * settings.get("accumulate", 1)))
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 2, 4])
+def test_ranks_whose_parameters_differ_are_told_in_the_first_updates_and_at_a_snapshot(virtual_ranks):
+    """An extension that draws, a learning rate by the loss, weights scaled, a forward that writes; and, later, one ulp."""
+    names = ["predictor.weight", "predictor.weight", "predictor.weight", "centre", "table.weight", "predictor.bias"]
+    updates = [1, 0, 0, 0, 0, 6]
+    for said in on_two_ranks(diverging_on_rank, virtual_ranks):
+        assert isinstance(said, list), said
+        assert [iteration for _, iteration in said] == updates
+        for (text, _), name in zip(said, names, strict=True):
+            says = [f"'main.{name}'", *([] if virtual_ranks is None else [name, "'lr': ", "max_norm"])]
+            assert any(word in text for word in says), text
+        assert "the 2 ranks share the data and train one model" in said[0][0]
+        assert "the 2 ranks share the data and train one model" in said[-1][0]
+
+
+def test_average_that_every_virtual_rank_updates_is_updated_once():
+    """The same bits on two ranks, each with one virtual rank or two; those of an update without them up to rounding."""
+    cases = [(count, times, number) for count in (2, 4) for times in (1, 2) for number in (1, 2)]
+    alone = [followed(*case) for case in cases]
+    for found in on_two_ranks(followed_on_rank, cases):
+        assert found == alone

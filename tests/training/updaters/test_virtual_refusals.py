@@ -1,5 +1,9 @@
 """What virtual ranks refuse: the rule, the value, the remedy."""
 
+import random
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -8,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import ByClosure, Regression, regression_data, same_regression, updater_of
 
 from chainring.iterators import SerialIterator
-from chainring.training import StandardUpdater
+from chainring.training import StandardUpdater, UpdateCallbacks
 from rank_pair import on_two_ranks
 
 
@@ -188,3 +192,252 @@ def test_buffer_that_is_replaced_between_updates_is_that_with_which_the_next_one
     for updater in updaters:
         updater.update()
     assert torch.equal(model.predictor[0].running_mean, expected.predictor[0].running_mean)
+
+
+class Changing(nn.Module):
+    """A layer whose forward changes its weight."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.weight, self.change = nn.Parameter(torch.ones(3, dtype=torch.float64)), change
+
+    def forward(self, x):
+        y = x * self.weight.clone()
+        with torch.no_grad():
+            self.change(self.weight, x)
+        return y
+
+
+def add_and_subtract(weight, x):
+    weight.add_(x.mean() / 3)
+    weight.sub_(x.mean() / 3).mul_(1 + 1e-15)
+
+
+IN_A_FORWARD = {
+    "an average of the rows": lambda weight, x: weight.lerp_(x.mean(0), 0.1),
+    "by its data": lambda weight, x: weight.data.add_(x.mean()),
+    "by data that are replaced": lambda weight, x: setattr(weight, "data", weight.data + x.mean()),
+    "a copy": lambda weight, x: weight.copy_(x.mean(0)),
+    "one row": lambda weight, x: weight.__setitem__(0, x.mean()),
+    "renormalised": lambda weight, _: weight.div_(weight.norm()),
+    "clamped": lambda weight, _: weight.clamp_(max=0.5),
+    "added and subtracted": add_and_subtract,
+    "random": lambda weight, _: weight.add_(torch.randn_like(weight)),
+}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("change", IN_A_FORWARD)
+def test_parameter_that_a_forward_changes_is_refused_in_the_first_update(change, count):
+    updater = updater_of(6, model=with_layer(Changing(IN_A_FORWARD[change])), virtual_ranks=count)
+    updater.start()
+    with pytest.raises(
+        RuntimeError, match=r"model 'main', predictor\.0\.weight\. What happens once an update.* is a buffer"
+    ):
+        updater.update()
+
+
+class Moving(StandardUpdater):
+    """Changes parameters after the step."""
+
+    def update_core(self):
+        x, t = self.next_batch()
+        self.backward(self.get_model("main")(x, t))
+        self.step()
+        self.move(x)
+
+
+def follow(updater, weight):
+    for target, source in zip(*(updater.get_model(name).parameters() for name in ("target", "main")), strict=True):
+        weight(target, source)
+
+
+AFTER_THE_STEP = {
+    "lerp": lambda target, source: target.data.lerp_(source.data, 0.1),
+    "mul and add": lambda target, source: target.data.mul_(0.9).add_(0.1 * source.data),
+    "copy": lambda target, source: target.data.copy_(source.data),
+    "in place": lambda target, source: target.detach().lerp_(source.detach(), 0.1),
+    "assigned": lambda target, source: setattr(target, "data", 0.9 * target.data + 0.1 * source.data),
+    "weights scaled": lambda _, source: source.data.mul_(0.99),
+    "weights clipped": lambda _, source: source.data.clamp_(-0.01, 0.01),
+}
+
+
+@pytest.mark.parametrize("move", AFTER_THE_STEP)
+def test_parameters_that_change_after_the_step_are_refused_in_the_first_update(move):
+    """In a callback of the update they change once."""
+    models = {"main": same_regression(), "target": same_regression()}
+    settings = {"callbacks": UpdateCallbacks(update_on_finish=lambda c: follow(c.updater, AFTER_THE_STEP[move]))}
+    for kind, given in ((StandardUpdater, settings), (Moving, {})):
+        optimizer = torch.optim.SGD(models["main"].parameters(), 0.1)
+        updater = kind(SerialIterator(regression_data(), 6), optimizer, models, virtual_ranks=3, **given)
+        updater.move = lambda _: follow(updater, AFTER_THE_STEP[move])  # noqa: B023
+        updater.start()
+        if kind is StandardUpdater:
+            updater.update()
+            continue
+        with pytest.raises(RuntimeError, match=r"UpdateCallbacks\(update_on_finish=function\)"):
+            updater.update()
+
+
+def test_parameter_that_changes_in_a_later_update_is_refused_there():
+    updater = updater_of(6, kind=Moving, virtual_ranks=3)
+    updater.move = lambda _: None
+    for _ in range(4):
+        updater.update()
+    updater.move = lambda _: torch.nn.init.zeros_(updater.get_model("main").predictor.bias)
+    with pytest.raises(RuntimeError, match=r"model 'main', predictor\.bias"):
+        updater.update()
+
+
+class Sharpness(StandardUpdater):
+    """Computes the gradient a step uphill, as SAM does."""
+
+    def update_core(self):
+        model = self.get_model("main")
+        x, t = self.next_batch()
+        self.backward(model(x, t))
+        saved = [p.detach().clone() for p in model.parameters()]
+        uphill = [0.05 * p.grad / 3 for p in model.parameters()]
+        with torch.no_grad():
+            for parameter, change in zip(model.parameters(), uphill, strict=True):
+                parameter.add_(change)
+                parameter.grad = None
+        self.backward(model(x, t))
+        with torch.no_grad():
+            for parameter, change, value in zip(model.parameters(), uphill, saved, strict=True):
+                parameter.copy_(value) if self.puts_back(self.iteration) else parameter.sub_(change)
+        self.step()
+
+
+def test_parameters_that_are_put_back_from_a_copy_may_change_in_between():
+    updater = updater_of(6, kind=Sharpness, virtual_ranks=3)
+    updater.puts_back = lambda iteration: iteration < 4
+    for _ in range(4):
+        updater.update()
+    with pytest.raises(RuntimeError, match="put back from a copy"):
+        updater.update()
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_parameters_that_are_subtracted_back_are_refused(count):
+    updater = updater_of(6, kind=Sharpness, virtual_ranks=count)
+    updater.puts_back = lambda _: False
+    with pytest.raises(RuntimeError, match="put back from a copy"):
+        updater.update()
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(4, 3, max_norm=0.5), nn.EmbeddingBag(4, 3, max_norm=1.0, norm_type=1)])
+def test_rows_that_are_scaled_when_they_are_looked_up_are_refused(layer):
+    with pytest.raises(ValueError, match=r"predictor\.0 of type Embedding.*max_norm=.*leave max_norm out, and scale once"):
+        updater_of(6, model=with_layer(layer), virtual_ranks=3)
+
+
+def set_by_loss(updater, loss):
+    updater.get_optimizer("main").param_groups[0]["lr"] = float(loss.detach())
+
+
+def decay_in_place(updater, _):
+    updater.get_optimizer("main").param_groups[0]["lr"] *= 0.9
+
+
+def momentum_by_loss(updater, loss):
+    updater.get_optimizer("main").param_groups[0]["momentum"] = float(loss.detach()) / 100
+
+
+def schedule(updater, _):
+    updater.scheduler.step()
+
+
+def plateau(updater, loss):
+    updater.plateau.step(float(loss.detach()))
+
+
+@pytest.mark.parametrize("change", [set_by_loss, decay_in_place, momentum_by_loss, schedule, plateau])
+def test_settings_that_differ_between_virtual_ranks_are_refused(change):
+    class Setting(StandardUpdater):
+        def update_core(self):
+            loss = self.get_model("main")(*self.next_batch())
+            self.backward(loss)
+            if change is not schedule:
+                change(self, loss)
+            self.step()
+            if change is schedule:
+                change(self, loss)
+
+    updater = updater_of(6, kind=Setting, virtual_ranks=3)
+    updater.scheduler = torch.optim.lr_scheduler.StepLR(updater.get_optimizer("main"), 10)
+    updater.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(updater.get_optimizer("main"))
+    with pytest.raises(RuntimeError, match=r"has left '.*trainer\.extend\(extensions\.LRScheduler\(scheduler\)\)"):
+        updater.update()
+
+
+def test_setting_that_is_the_same_in_each_virtual_rank_is_taken():
+    class Setting(StandardUpdater):
+        def update_core(self):
+            self.get_optimizer("main").param_groups[0]["lr"] = 1 / (1 + self.iteration)
+            self.backward(self.get_model("main")(*self.next_batch()))
+            self.step()
+
+    updater = updater_of(6, kind=Setting, virtual_ranks=3)
+    for _ in range(3):
+        updater.update()
+    assert updater.get_optimizer("main").param_groups[0]["lr"] == 1 / 3
+
+
+class Noisy(nn.Module):
+    """Adds numbers of its own generator."""
+
+    def __init__(self, generator, draw):
+        super().__init__()
+        self.generator, self.draw = generator, draw
+
+    def forward(self, x):
+        return x + float(self.draw(self.generator))
+
+
+DRAWS = {
+    "torch": (torch.Generator(), lambda generator: torch.rand((), generator=generator)),
+    "NumPy": (np.random.default_rng(0), lambda generator: generator.random()),
+    "NumPy, of old": (np.random.RandomState(0), lambda generator: generator.rand()),
+    "Python": (random.Random(0), lambda generator: generator.random()),
+    "in a list": ([random.Random(0)], lambda generators: generators[0].random()),
+    "in a partial": (partial(random.Random(0).uniform, 0, 1), lambda draw: draw()),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_generator_of_a_module_is_refused_when_it_is_drawn_from(draw):
+    updater = updater_of(6, model=with_layer(Noisy(*DRAWS[draw])), virtual_ranks=3)
+    with pytest.raises(RuntimeError, match=r"model 'main'.*was drawn from.*draw from the global ones"):
+        updater.update()
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __init__(self, generator, draw):
+        self.generator, self.draw = generator, draw
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        x, t = regression_data()[index]
+        return x + float(self.draw(self.generator)), t
+
+
+@pytest.mark.parametrize("kind", [StandardUpdater, Moving])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_generator_of_a_data_set_is_refused_when_it_is_drawn_from(draw, kind):
+    data = torch.utils.data.Subset(Augmented(*DRAWS[draw]), range(12))
+    updater = updater_of(6, kind=kind, data=data, virtual_ranks=3)
+    updater.move = lambda _: None
+    with pytest.raises(RuntimeError, match=r"the data set of iterator 'main'.*was drawn from.*default_rng\(index\)"):
+        updater.update()
+
+
+def test_generators_that_are_not_drawn_from_or_are_the_global_ones_are_taken():
+    layer = Noisy([np.random.mtrand._rand, random._inst], lambda generators: generators[0].rand() + random.random())
+    layer.unused = torch.Generator()
+    updater = updater_of(6, model=with_layer(layer), virtual_ranks=3)
+    for _ in range(3):
+        updater.update()

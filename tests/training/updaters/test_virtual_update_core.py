@@ -15,6 +15,7 @@ from chainring import report
 from chainring.iterators import SerialIterator
 from chainring.parallel import Communicator
 from chainring.training import StandardUpdater
+from chainring.training.extensions import ExponentialMovingAverage
 from rank_pair import on_two_ranks
 
 BATCH = 6
@@ -550,3 +551,62 @@ def test_no_thread_is_left_wherever_an_update_is_interrupted():
         finally:
             sys.settrace(None)
         assert not [thread.name for thread in threading.enumerate() if "virtual-rank" in thread.name]
+
+
+class Averaging(StandardUpdater):
+    """Updates averages at some moments of its update."""
+
+    def update_core(self):
+        x, t = self.next_batch()
+        if self.moment == "before the step":
+            self.average()
+        self.backward(self.get_model("main")(x, t) + self.averages[0].model.predictor(x).square().mean())
+        self.step()
+        if self.moment in ("after the step", "twice"):
+            self.average()
+        if self.moment != "before the step":
+            self.backward(self.get_model("main")(x, t))
+            self.step()
+        if self.moment in ("at the end", "twice"):
+            self.average()
+
+    def average(self):
+        for average in self.averages:
+            average.update()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("moment", ["before the step", "after the step", "at the end", "twice"])
+def test_average_is_updated_once_for_all_virtual_ranks(moment, number):
+    found = []
+    for virtual_ranks in (None, 1, 3):
+        updater = updater_of(BATCH, kind=Averaging, virtual_ranks=virtual_ranks)
+        updater.moment = moment
+        updater.averages = [ExponentialMovingAverage(updater.get_model("main"), 0.8) for _ in range(number)]
+        for _ in range(4):
+            updater.update()
+        found.append([*parameters_of(updater), *(p.detach() for each in updater.averages for p in each.model.parameters())])
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
+
+
+def test_average_that_only_some_virtual_ranks_update_is_refused():
+    class Straying(Averaging):
+        def update_core(self):
+            x, t = self.next_batch()
+            self.backward(self.get_model("main")(x, t))
+            self.step()
+            if torch.equal(x[0], regression_data().tensors[0][0]):
+                self.averages[0].update()
+
+    updater = started(Straying)
+    updater.averages = [ExponentialMovingAverage(updater.get_model("main"))]
+    with pytest.raises(RuntimeError, match="the same in what runs once an update"):
+        updater.update()
+
+
+def test_average_that_a_loss_updates_is_refused():
+    updater = started(StandardUpdater, loss_func=lambda model, x, t: [model(x, t), average.update()][0])
+    average = ExponentialMovingAverage(updater.get_model("main"))
+    with pytest.raises(RuntimeError, match=r"call it at the end of an update_core .*trainer\.extend\(average\)"):
+        updater.update()

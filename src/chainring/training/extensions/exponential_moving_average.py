@@ -19,6 +19,7 @@ from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_stop_trigger
 from chainring.training.triggers.base import describe, serialize_inner_trigger
+from chainring.training.updaters.callbacks import run_once_an_update
 
 
 class ExponentialMovingAverage(Extension):
@@ -133,12 +134,15 @@ class ExponentialMovingAverage(Extension):
         """Update the average now, for an ``update_core`` that needs it at once, for example as a target network.
 
         Register the extension nevertheless, so that the average is saved. In an iteration in which this was called, the
-        extension itself makes no update.
+        extension itself makes no update. With virtual ranks, all of which call it, it happens once.
 
         Raises:
             RuntimeError: the average has a ``start``, and the extension is not registered in a running trainer; or it is
                 called in a second micro-batch of an update with ``accumulate``.
         """
+        run_once_an_update(self._update)
+
+    def _update(self) -> None:
         if self._is_updated and self._trainer is not None and getattr(self._trainer.updater, "accumulate", 1) > 1:
             raise RuntimeError(
                 "ExponentialMovingAverage.update() was called in several micro-batches of an update, and the parameters "

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from chainring import _random
+from chainring._distributed.digests import read_together
 from chainring._files import AppendOnly, make_folder, set_rows_aside
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.protocol import AbstractSerializer, Serializer
-from chainring.training._digests import Batches, StateDigests, read_together
+from chainring.training._digests import Batches, StateDigests
 from chainring.training._ledger import HEAD, LOSS_TYPES, ROWS, Bits, Block, Ledger
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer

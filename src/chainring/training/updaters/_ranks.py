@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.digests import sums_of
 from chainring._distributed.sharding import (
     exchanged_by_fsdp,
     find_misplaced,
@@ -27,6 +28,7 @@ from chainring._distributed.sharding import (
     to_local,
 )
 from chainring._messages import warn
+from chainring._random import stable_hash
 from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import (
     AbstractSerializer,
@@ -60,6 +62,8 @@ class WrappedModules:
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
         sharded = [parameter for model in models for parameter in exchanged_by_fsdp(model)]
         self.parameters = {id(parameter) for parameter in [*replicated, *sharded]}
+        hooked = [module for module in self._replicated if getattr(module, "_comm_hooks", None)]
+        self.differing = set(map(id, [*sharded, *(parameter for module in hooked for parameter in module.parameters())]))
         # In each backward DDP writes to the memory of their gradients, which are views of its buckets.
         viewed = [module for module in self._replicated if module.gradient_as_bucket_view]
         self.in_buckets = {id(parameter) for module in viewed for parameter in module.parameters()}
@@ -361,19 +365,46 @@ class ExchangeWatch:
                 )
         if self.has_exchanged or self._stepped_outside:
             return
-        # After an update without any exchange the parameters are compared, but for shards, which differ by nature.
-        digest, is_empty = hashlib.blake2b(digest_size=16), True
-        for parameter in (parameter for model in models.values() for parameter in model.parameters()):
-            if id(parameter) not in wrapped.parameters and not is_lazy(parameter):
-                values: Any = to_local(parameter).detach().reshape(-1).view(torch.uint8).cpu().numpy()
-                digest.update(values)
-                is_empty = False
-        digests = [] if is_empty else comm.world.gather_object(digest.hexdigest())
-        if len({digests[rank] for rank in comm.data_ranks if digests}) > 1:
+        if find_differing(comm, models, wrapped) is not None:
             raise RuntimeError(
                 f"after an update without self.step() the {comm.size} ranks have different parameters: update_core has "
                 "changed them without averaging gradients. Write self.backward(loss) and self.step() in update_core"
             )
+
+
+def find_differing(comm: Communicator, models: Mapping[str, nn.Module], wrapped: WrappedModules) -> str | None:
+    """Return the path of the first parameter that ranks which share the data have different values of.
+
+    Shards differ by nature, and parameters that a communication hook of DDP leaves to each rank may do.
+    """
+    named = {
+        f"{label}.{path}": to_local(parameter).detach()
+        for label, model in models.items()
+        for path, parameter in model.named_parameters()
+        if id(parameter) not in wrapped.differing and not is_lazy(parameter)
+    }
+    if comm.size == 1 or not named:
+        return None
+    sums = sums_of(list(named.values()))
+    group = comm.data_ranks[0]  # on a mesh there are several, each of which has its own part of the model
+    digests = set(comm.world.gather_object((group, stable_hash(*sums))))
+    if len(digests) == len({group for group, _ in digests}):
+        return None
+    of_ranks = comm.world.gather_object([(group, *item) for item in enumerate(sums)])
+    different = set().union(*of_ranks)  # of a group, a parameter is there once for each value
+    counts = Counter((index, group) for group, index, _ in different)
+    return list(named)[min(index for (index, _), count in counts.items() if count > 1)]
+
+
+def check_same(comm: Communicator, models: Mapping[str, nn.Module], wrapped: WrappedModules) -> None:
+    """Refuse ranks that have different parameters, by the same error on each."""
+    if (name := find_differing(comm, models, wrapped)) is not None:
+        raise RuntimeError(
+            f"the {comm.size} ranks share the data and train one model, and have different values of parameter {name!r}: "
+            "something has changed it on each rank in its own way, such as an extension that draws random numbers, a "
+            "learning rate set from the loss of a rank, or a forward that writes to its parameters. Let rank 0 decide, "
+            "comm.broadcast_object(value), or average what is computed of the rows, comm.all_reduce(tensors)"
+        )
 
 
 class ModelRanksWatch:

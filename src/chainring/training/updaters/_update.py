@@ -26,7 +26,7 @@ from chainring.reporting.reporter import current, current_observation, report, r
 from chainring.reporting.summary import is_scalar, select_scalars, weighted_mean, weighted_means
 from chainring.training.updaters._arguments import NO_FP16, check_call
 from chainring.training.updaters._means import only_gradients_of, stash
-from chainring.training.updaters._ranks import list_buffers
+from chainring.training.updaters._ranks import check_same, list_buffers
 from chainring.training.updaters.callbacks import UpdateContext, list_parameters, run
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Scheme:
     had_empty: Tensor | None = None  # on an accelerator, whether an update had, in which optimizers have stepped
     ends_with_epoch: bool = False  # an update ends early at the end of an epoch, with fewer micro-batches
     reported_weights: dict[str, Any] = field(default_factory=dict)  # of values of earlier batches of the last update
+    unchecked: int = 0  # updates after which ranks have still to compare their parameters
     update: Update = field(init=False)  # the running one; with virtual ranks, that of the part which is being computed
     idle: Update = field(init=False)  # in place of `update` between updates, so that the graph of a loss is freed
 
@@ -333,6 +334,9 @@ class Update:
             scheme.exchange_watch.check(comm, scheme.models, scheme.wrapped, has_weighed)
         if comm.size > 1 and scheme.virtual is None and (buffers := list_buffers(list(scheme.models.values()))):
             comm.broadcast(buffers)
+        if scheme.unchecked:
+            scheme.unchecked -= 1
+            check_same(comm, scheme.models, scheme.wrapped)
         if comm.world.size > 1:
             note_iteration(scheme.updater.iteration + 1)
 

@@ -26,6 +26,7 @@ from chainring.training.updaters._ranks import NO_SPARSE
 from chainring.training.updaters._update import Update
 from chainring.training.updaters._virtual_state import (
     Agreement,
+    ChangeWatch,
     Findings,
     Means,
     RunningStatistics,
@@ -33,7 +34,7 @@ from chainring.training.updaters._virtual_state import (
     list_keys,
     whole_like,
 )
-from chainring.training.updaters.callbacks import UpdateContext
+from chainring.training.updaters.callbacks import UpdateContext, meeting
 
 if TYPE_CHECKING:
     from chainring.training.updaters._update import Scheme
@@ -62,6 +63,7 @@ class Part:
     epoch_detail: Any = 0.0
     taken: dict[str, int] = field(default_factory=dict)  # the number of batches of each iterator
     steps: list[tuple[list[str], list[Any]]] = field(default_factory=list)  # optimizers, and weights of their gradients
+    call: Callable[[], Any] | None = None  # which it has come to, and which runs once for all
     leaf: list[Tensor | None] | None = None  # the gradients of the last part, which are sent without being added before
     # What belongs to it, kept here while another part is computed:
     gradients: list[Tensor | None] = field(default_factory=list)
@@ -93,6 +95,7 @@ class VirtualRanks:
         self.parameters = [parameter for model in models for parameter in model.parameters()]
         device = next((parameter.device for parameter in self.parameters), torch.device("cpu"))
         self.statistics = RunningStatistics(self.scheme.models, self.count)
+        self.watch = ChangeWatch(self.scheme, self.count)
         self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, self.block, self.count, device))
         self.overlaps = not self.sharded  # gradients are sent while the last backward runs
 
@@ -122,7 +125,6 @@ class VirtualUpdate:
             # Each forward gathers parameters from all ranks, and other ranks run one forward more.
             numbers.insert(0, (ranks.count, 0))
         self._parts: list[Part] = []
-        self._epochs = self._scheme.epochs
         epochs = self._positions.get("main", (0, 0))
         for number, index in numbers:
             counts, context = number < ranks.count, UpdateContext(self._scheme.updater, self._scheme.updater.iteration, 0)
@@ -136,6 +138,7 @@ class VirtualUpdate:
         self._result: tuple[Findings, Means] | None = None
         self._uncounted = ExitStack()
         ranks.statistics.begin(ranks.block)
+        ranks.watch.begin()
         ranks.sharded.drop()
         main = self._scheme.iterators.get("main")
         for _ in range(0 if self._scheme.has_own_core or main is None else self._scheme.updater.accumulate):
@@ -176,7 +179,7 @@ class VirtualUpdate:
             self._uncounted.close()
             _random.put_generators(self._outer_generators)
             self._report_into(self._outer)
-            self._scheme.epochs = self._epochs
+            self._scheme.epochs = self._scheme.iterators.get("main", self._scheme.epochs)
         if self._result is None:
             self._check_other_ranks([names for names, _ in self._parts[0].steps], ends=True)
             self._result = self._ranks.agreements[len(self._sums)].start(Findings(*self._end_parts()), self._counted_parts)()
@@ -191,7 +194,10 @@ class VirtualUpdate:
     def compute(self, part: Part) -> bool:
         """Compute a part to its end."""
         update, updater = part.update, self._scheme.updater
-        with self._reporter.scope(part.observation) if self._reports else nullcontext():
+        token = meeting.set(partial(self.meet_for, part))
+        with ExitStack() as stack:
+            stack.callback(meeting.reset, token)
+            stack.enter_context(self._reporter.scope(part.observation) if self._reports else nullcontext())
             if updater.accumulate > 1:
                 part.weight = update.run()
             else:
@@ -230,6 +236,7 @@ class VirtualUpdate:
     def _leave(self, part: Part) -> None:
         """Put aside what a part has changed, so that the next begins as it did."""
         self._check_positions()
+        self._ranks.watch.check()
         self._uncounted.close()
         part.buffers = self._ranks.statistics.take(part.buffers)
         self._ranks.sharded.collect()
@@ -348,17 +355,44 @@ class VirtualUpdate:
             self._sums[number].add(gradients)
         elif part.counts:
             part.leaf = gradients
-        if self._threads is not None:
-            self._threads.wait(part)
-        elif may_continue:
-            generators, observation = _random.take_generators(), self._reporter.observation
-            self._step()
-            _random.put_generators(generators)
-            self._report_into(observation, part)
+        if may_continue:
+            self._wait(part)
         update.stepped += optimizers
 
+    def meet_for(self, part: Part, function: Callable[[], Any]) -> None:
+        """Bring a part to a function that runs once for all of them; return when it has."""
+        if not self._ranks.may_continue:
+            raise RuntimeError(
+                f"{function.__qualname__} runs once an update, and a loss once for each virtual rank: call it at the end of "
+                "an update_core of your own, or leave it to the extension, trainer.extend(average)"
+            )
+        part.call = function
+        self._wait(part)
+
+    def _wait(self, part: Part) -> None:
+        """Let all parts meet where one has come to."""
+        if self._threads is not None:
+            self._threads.wait(part)
+            return
+        generators, observation, token = _random.take_generators(), self._reporter.observation, meeting.set(None)
+        self._ranks.watch.check()
+        part.buffers = self._ranks.statistics.take(part.buffers)
+        self._step()
+        self._ranks.statistics.put(part.buffers)
+        meeting.reset(token)
+        _random.put_generators(generators)
+        self._report_into(observation, part)
+
     def _step(self) -> None:
-        """Let the optimizers step, after all parts of this rank have called the same step."""
+        """Let the optimizers step, or a function run, after all parts of this rank have called the same."""
+        if any((call := part.call) is not None for part in self._parts):
+            if any(part.call != call for part in self._parts):
+                raise RuntimeError(f"{_MEET}, and the same in what runs once an update; only some have called {call}")
+            for part in self._parts:
+                part.call = None
+            call()
+            self._ranks.watch.note()
+            return
         steps = [[names for names, _ in part.steps] for part in self._parts]
         if (other := next((names for names in steps if names != steps[0]), None)) is not None:
             raise RuntimeError(f"{_MEET}; virtual rank {self._ranks.block[0]} has called {steps[0]}, another {other}")
@@ -368,6 +402,7 @@ class VirtualUpdate:
         _random.seed_all("step", self._ranks.seed or 0, last.context.iteration, len(steps[0]))
         self._scheme.update = last
         last.step(steps[0][-1], is_due=True)
+        self._ranks.watch.note()
         for part in self._parts:  # each continues with the gradients of the step, and its own ones for other optimizers
             pairs = zip(self._ranks.parameters, part.gradients, strict=False)
             part.gradients = [gradient if parameter.grad is None else parameter.grad for parameter, gradient in pairs]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.parameter import is_lazy
 
 from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.digests import sums_of
 from chainring._distributed.sharding import (
     as_summand,
     fsdp_modules,
@@ -25,12 +32,19 @@ from chainring._distributed.virtual_ranks import TreeSum
 from chainring._messages import warn
 from chainring._naming import unwrap
 from chainring.reporting.summary import is_scalar
+from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import own_states
 from chainring.training.updaters._arguments import NO_VIRTUAL_RANKS, needs_closure
 
 if TYPE_CHECKING:
+    from chainring.training.updaters._update import Scheme
     from chainring.training.updaters._virtual import Part
 
+_WATCHED_UPDATES = 2  # of a run
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_GLOBAL_GENERATORS = (np.random.mtrand._rand, random._inst, torch.default_generator)  # type: ignore[attr-defined]
+_OWN_ATTRIBUTES = frozenset(["_scheme", "comm", "_layouts", "_flags", "_groups"])
+_MAX_DEPTH, _MAX_ITEMS, _MAX_OBJECTS = 12, 100, 20_000
 _ELEMENT_BY_ELEMENT = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.RAdam, optim.Adamax,
     optim.Adadelta, optim.ASGD,
@@ -247,6 +261,140 @@ class Findings(NamedTuple):
     is_stale: bool = False  # gradients were sent that have changed since
 
 
+class ChangeWatch:
+    """Refuses what a virtual rank changes by itself, so that only the next ones of the same rank see it.
+
+    Parameters change in a step alone. In the first updates of a run their values are compared around each virtual rank,
+    later their versions, and the values of those that a virtual rank has changed before and put back. The settings of
+    optimizers, and random generators that are not the global ones, are compared in the first updates.
+    """
+
+    def __init__(self, scheme: Scheme, count: int) -> None:
+        named = [item for label, model in scheme.models.items() for item in model.named_parameters(f"model {label!r}:")]
+        self._names, self._parameters = [name.replace(":.", ", ") for name, _ in named], [value for _, value in named]
+        self._scheme, self._is_alone = scheme, count == 1
+        self._unchecked = 0 if self._is_alone else _WATCHED_UPDATES
+        self._put_back: set[int] = set()  # the parameters that virtual ranks have changed and put back
+        self._generators: list[tuple[str, Any]] = []
+        if not self._is_alone:
+            roots = {f"model {label!r}": model for label, model in scheme.models.items()}
+            roots |= {
+                f"updater.{name}": value for name, value in vars(scheme.updater).items() if name not in _OWN_ATTRIBUTES
+            }
+            for label, iterator in scheme.iterators.items():
+                roots[f"the data set of iterator {label!r}"] = getattr(iterator, "dataset", None)
+            seen: dict[int, Any] = {}
+            self._generators = [item for path, root in roots.items() for item in _generators_in(path, root, seen, 0)]
+
+    def begin(self) -> None:
+        """Begin an update."""
+        self._looks = self._unchecked > 0
+        self._unchecked -= self._looks
+        self._states = [_state_of(generator) for _, generator in self._generators] if self._looks else []
+        self.note()
+
+    def note(self) -> None:
+        """Note what virtual ranks have to leave as it is, until the next step."""
+        if not self._is_alone:
+            self._compared = list(range(len(self._parameters))) if self._looks else sorted(self._put_back)
+            self._versions = [parameter._version for parameter in self._parameters]
+            self._sums, self._settings = self._sum(), None
+
+    def _sum(self) -> list[int]:
+        return sums_of([to_local(self._parameters[index]).detach() for index in self._compared])
+
+    def check(self) -> None:
+        """Refuse what the virtual rank that is left now has changed."""
+        if self._is_alone:
+            return
+        versions = [parameter._version for parameter in self._parameters]
+        if versions != self._versions or self._compared:
+            sums = self._sum()
+            changed = [index for index, *pair in zip(self._compared, self._sums, sums, strict=True) if pair[0] != pair[1]]
+            counted = {index for index, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b}
+            changed += counted - set(self._compared)
+            if changed:
+                raise RuntimeError(
+                    "parameters change in self.step() alone, once for all virtual ranks, and one of these has changed "
+                    f"{self._names[min(changed)]}. What happens once an update belongs into an extension, "
+                    'trainer.extend(function, trigger=(1, "iteration")), or UpdateCallbacks(update_on_finish=function); '
+                    "what a forward keeps is a buffer, of which virtual ranks have the mean; what is changed for a while is "
+                    "put back from a copy, parameter.copy_(saved), from the first update on"
+                )
+            self._put_back |= counted
+            self._versions = versions
+        if self._looks:
+            self._check_settings()
+            for (path, generator), state in zip(self._generators, self._states, strict=True):
+                if _state_of(generator) != state:
+                    raise RuntimeError(
+                        f"each virtual rank and each example has the global generators seeded for it, and {path}, of type "
+                        f"{type(generator).__name__}, was drawn from, whose numbers depend on which rank computes what: "
+                        "draw from the global ones, torch.rand(3), numpy.random.rand(3), random.random(), or make one "
+                        "for each example, numpy.random.default_rng(index)"
+                    )
+
+    def _check_settings(self) -> None:
+        optimizers = self._scheme.optimizers.items()
+        settings = {
+            name: [
+                {**group, "lr": float(now.get("lr", 0))}
+                for group, now in zip(hyperparameters(optimizer), optimizer.param_groups, strict=True)
+            ]
+            for name, optimizer in optimizers
+        }
+        values = vars(self._scheme.updater)
+        steps = {f"{name}.last_epoch": item.last_epoch for name, item in values.items() if hasattr(item, "last_epoch")}
+        found = {**settings, **steps}
+        if self._settings is None:
+            self._settings = found
+        elif found != self._settings:
+            name = next(name for name in found if found[name] != self._settings[name])
+            raise RuntimeError(
+                f"update_core runs once for each virtual rank, and has left {name!r} as {self._settings[name]} in one and "
+                f"as {found[name]} in the next: a scheduler belongs into trainer.extend(extensions.LRScheduler(scheduler)), "
+                "and settings that depend on values of the rows into an extension, which reads trainer.observation"
+            )
+
+
+def _generators_in(path: str, value: Any, seen: dict[int, Any], depth: int) -> Iterable[tuple[str, Any]]:
+    """Yield the random generators that an object refers to, except the global ones, which virtual ranks have seeded."""
+    if isinstance(value, _GENERATORS):
+        if not any(value is generator for generator in _GLOBAL_GENERATORS):
+            yield path, value
+        return
+    if (
+        depth > _MAX_DEPTH
+        or len(seen) > _MAX_OBJECTS
+        or id(value) in seen
+        or isinstance(value, (type, ModuleType, Tensor, str, bytes))
+    ):
+        return
+    seen[id(value)] = value
+    items: Iterable[tuple[Any, Any]] = getattr(value, "__dict__", {}).items()
+    if isinstance(value, dict):
+        items = islice(value.items(), _MAX_ITEMS)
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value[:_MAX_ITEMS])
+    elif isinstance(value, partial):
+        items = enumerate((value.func, value.args, value.keywords))
+    elif isinstance(value, MethodType):
+        items = [("__self__", value.__self__), ("__func__", value.__func__)]
+    elif isinstance(value, CellType):
+        with suppress(ValueError):  # it is empty
+            items = [("__self__", value.cell_contents)]
+    elif isinstance(value, FunctionType):
+        items = [*zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)]
+        items += [(name, value.__globals__[name]) for name in value.__code__.co_names if name in value.__globals__]
+    for name, item in list(items):
+        inner = path if name in ("_modules", "__self__", "__func__") else f"{path}.{name}"
+        yield from _generators_in(inner, item, seen, depth + 1)
+
+
+def _state_of(generator: Any) -> Any:
+    return generator.get_state().tolist() if isinstance(generator, torch.Generator) else pickle.dumps(generator)
+
+
 class Means(NamedTuple):
     """Weighted means over all virtual ranks, the sums of their weights and rows, and those of the weights of their steps."""
 
@@ -384,6 +532,12 @@ def check_virtual_ranks(
 
 
 def _check_module(what: str, module: nn.Module) -> None:
+    if (max_norm := getattr(module, "max_norm", None)) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        raise ValueError(
+            f"with virtual_ranks parameters stay as they are until the step, and {what}, whose forward scales the rows that "
+            f"a virtual rank looks up to max_norm={max_norm}: leave max_norm out, and scale once an update, UpdateCallbacks("
+            f"update_on_finish=lambda context: layer.weight.data.renorm_({module.norm_type}, 0, {max_norm}))"
+        )
     if isinstance(module, nn.SyncBatchNorm):
         raise ValueError(
             f"with virtual_ranks each virtual rank has its own statistics of the batch, and {what}, which exchanges them "

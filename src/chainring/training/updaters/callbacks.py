@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +154,19 @@ def _as_tuple(name: str, given: Callbacks) -> tuple[Callback, ...]:
         if not callable(callback):
             raise TypeError(f"{name} is a callable of one context, or an iterable of them; got {callback!r}")
     return callbacks
+
+
+meeting: ContextVar[Callable[[Callable[[], Any]], None] | None] = ContextVar("meeting", default=None)
+"""Lets a function run once for all virtual ranks; set while one of them computes, and all come to it."""
+
+
+def run_once_an_update(function: Callable[[], Any]) -> None:
+    """Run a function, once for all virtual ranks where one of them asks for it."""
+    meet = meeting.get()
+    if meet is None:
+        function()
+    else:
+        meet(function)
 
 
 def run(callbacks: tuple[Callback, ...], context: UpdateContext) -> None:

@@ -47,6 +47,7 @@ from chainring.training.updaters._ranks import (
     WrappedModules,
     broadcast_parameters,
     check_dense,
+    check_same,
     check_sharding,
     warn_of_untied,
 )
@@ -66,6 +67,7 @@ from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 T = TypeVar("T")
 _NO_EPOCHS = SimpleNamespace(epoch=0, epoch_detail=0.0)
 """Stands for the main iterator of an updater that has none."""
+_CHECKED_UPDATES = 2  # of a run, after which ranks compare their parameters, as they do at each snapshot
 
 
 class _Setting:
@@ -291,6 +293,7 @@ class StandardUpdater(Updater):
         scheme = self._scheme
         if self.comm.world.size > 1:
             broadcast_parameters(self.comm, list(scheme.models.values()), scheme.wrapped)
+            scheme.unchecked = _CHECKED_UPDATES
         for model in scheme.models.values() if scheme.model_watch is not None and self.iteration == 0 else ():
             warn_of_untied(self.comm, model)
         with scheme.wrapped.preserved_hooks() if scheme.wrapped.parameters else nullcontext():
@@ -594,10 +597,12 @@ class StandardUpdater(Updater):
     # --- state ---
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        super().serialize(serializer)
         scheme, loads = self._scheme, not isinstance(serializer, Serializer)
         if not loads:
             scheme.check_weights()
+            if serializer.comm.size > 1:  # all ranks save together
+                check_same(self.comm, scheme.models, scheme.wrapped)
+        super().serialize(serializer)
         span = serializer("span", [self.previous_epoch_detail, self.is_new_epoch])
         if loads and scheme.spans_batches:
             self.previous_epoch_detail, self.is_new_epoch = span
