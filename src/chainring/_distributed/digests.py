@@ -44,8 +44,11 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[np.int64]]:
 
 
 def sums_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the sums over the elements of whole tensors, which waits for their devices."""
-    return [int(values[0]) for values in read_together([sum_whole(tensor).reshape(1) for tensor in tensors])]
+    """Return the sums over the elements of whole tensors, which waits for their devices; 0 of tensors of other libraries."""
+    plain = [type(tensor) is Tensor and not tensor.is_meta for tensor in tensors]
+    sums = read_together([sum_whole(tensor).reshape(1) for tensor, is_plain in zip(tensors, plain, strict=True) if is_plain])
+    values = iter(sums)
+    return [int(next(values)[0]) if is_plain else 0 for is_plain in plain]
 
 
 def digest_tensor(tensor: Tensor) -> int:

@@ -229,6 +229,7 @@ class Bounded(Regression):
 
 
 def add_noise(updater):
+    torch.manual_seed(updater.comm.rank)
     for parameter in updater.get_model("main").parameters():
         parameter.data += torch.randn_like(parameter)
 
@@ -239,7 +240,6 @@ def add_ulp(trainer):
 
 def diverging_on_rank(comm, virtual_ranks):
     """What is said of updates after which ranks differ, and after how many, and of a difference at a snapshot."""
-    torch.manual_seed(comm.rank)
     said = []
     for kind, model, between in [
         (StandardUpdater, None, add_noise), (ByLoss, None, None), (Scaling, None, None), (StandardUpdater, Quantised, None),
