@@ -1,10 +1,12 @@
 """An update_core of one's own runs once for each virtual rank, and all meet in step."""
 
 import copy
+import math
 import os
 import signal
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -610,3 +612,24 @@ def test_average_that_a_loss_updates_is_refused():
     average = ExponentialMovingAverage(updater.get_model("main"))
     with pytest.raises(RuntimeError, match=r"call it at the end of an update_core .*trainer\.extend\(average\)"):
         updater.update()
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("count", [2, 4, 8, 16, 32])
+def test_virtual_ranks_that_wait_for_a_step_hold_no_more_gradients_than_the_sum_has_nodes(count, steps):
+    gradients, numbers = [], []
+
+    class Counting(StandardUpdater):
+        def update_core(self):
+            for _ in range(steps):
+                x, t = self.next_batch()
+                self.backward(self.get_model("main")(x, t))
+                gradients.append(weakref.ref(self.get_model("main").predictor.weight.grad))
+                numbers.append(sum(each() is not None for each in gradients))
+                self.step()
+
+    updater = updater_of(count, data=regression_data(2 * count), kind=Counting, virtual_ranks=count)
+    updater.start()
+    updater.update()
+    assert len(numbers) == count * steps
+    assert max(numbers) <= math.log2(count) + 2

@@ -355,6 +355,7 @@ class VirtualUpdate:
             self._sums[number].add(gradients)
         elif part.counts:
             part.leaf = gradients
+        del gradients  # which would live in this frame while the part waits
         if may_continue:
             self._wait(part)
         update.stepped += optimizers
