@@ -7,6 +7,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def references(function: Any) -> Iterator[Reference]:
 
 def _references_of_function(function: FunctionType) -> Iterator[Reference]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if hasattr(cell, "cell_contents"):
+        with suppress(ValueError):  # of a variable that is not set yet
             yield Reference("variable", name, cell.cell_contents)
     for name in _global_names(function.__code__):
         if name in function.__globals__:
