@@ -391,7 +391,7 @@ def find_differing(comm: Communicator, models: Mapping[str, nn.Module], wrapped:
     if len(digests) == len({group for group, _ in digests}):
         return None
     of_ranks = comm.world.gather_object([(group, *item) for item in enumerate(sums)])
-    different = set().union(*of_ranks)  # of a group, a parameter is there once for each value
+    different: set[tuple[int, int, int]] = set().union(*of_ranks)  # of a group, a parameter is there once for each value
     counts = Counter((index, group) for group, index, _ in different)
     return list(named)[min(index for (index, _), count in counts.items() if count > 1)]
 

@@ -386,7 +386,7 @@ class VirtualUpdate:
 
     def _step(self) -> None:
         """Let the optimizers step, or a function run, after all parts of this rank have called the same."""
-        if any((call := part.call) is not None for part in self._parts):
+        if (call := next((part.call for part in self._parts if part.call is not None), None)) is not None:
             if any(part.call != call for part in self._parts):
                 raise RuntimeError(f"{_MEET}, and the same in what runs once an update; only some have called {call}")
             for part in self._parts:
@@ -484,8 +484,9 @@ class _Threads:
         self._is_abandoned = False
         settings, self._threads = _thread_settings(), dict[int, threading.Thread]()
         for part in parts:  # each starts when it is resumed first, so that one which an interrupt prevents is not left
-            target, name = partial(contextvars.copy_context().run, self._run_part), f"chainring-virtual-rank-{part.number}"
-            self._threads[part.number] = threading.Thread(target=target, args=(part, settings), name=name, daemon=True)
+            target, name = contextvars.copy_context().run, f"chainring-virtual-rank-{part.number}"
+            arguments = self._run_part, part, settings
+            self._threads[part.number] = threading.Thread(target=target, args=arguments, name=name, daemon=True)
 
     def resume(self, part: Part) -> bool:
         """Let a part continue to its next step, or to its end; return True if it has ended."""

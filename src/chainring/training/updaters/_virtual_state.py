@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _WATCHED_UPDATES = 2  # of a run
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-_GLOBAL_GENERATORS = (np.random.mtrand._rand, random._inst, torch.default_generator)  # type: ignore[attr-defined]
+_GLOBAL_GENERATORS = (np.random.mtrand._rand, random._inst, torch.default_generator)
 _OWN_ATTRIBUTES = frozenset(["_scheme", "comm", "_layouts", "_flags", "_groups"])
 _MAX_DEPTH, _MAX_ITEMS, _MAX_OBJECTS = 12, 100, 20_000
 _ELEMENT_BY_ELEMENT = (
@@ -274,10 +274,11 @@ class ChangeWatch:
         self._names, self._parameters = [name.replace(":.", ", ") for name, _ in named], [value for _, value in named]
         self._scheme, self._is_alone = scheme, count == 1
         self._unchecked = 0 if self._is_alone else _WATCHED_UPDATES
+        self._settings: dict[str, Any] | None = None  # as the first virtual rank since the last step has left them
         self._put_back: set[int] = set()  # the parameters that virtual ranks have changed and put back
         self._generators: list[tuple[str, Any]] = []
         if not self._is_alone:
-            roots = {f"model {label!r}": model for label, model in scheme.models.items()}
+            roots: dict[str, Any] = {f"model {label!r}": model for label, model in scheme.models.items()}
             roots |= {
                 f"updater.{name}": value for name, value in vars(scheme.updater).items() if name not in _OWN_ATTRIBUTES
             }
