@@ -72,7 +72,7 @@ DIFFERENCES = {  # the program: what it returns under Chainer, and under Chainri
     "array_of_another_shape": ([None, [2.0, 2.0, 2.0]], [None, [0.0, 0.0, 0.0]]),
     "batches_of_workers": ("ndarray", "Tensor"),
     "batch_is_a_list": ([True, [1, 2, 3], "appended", [1, 2, 3]], [False, "AttributeError", "AttributeError", [1, 2]]),
-    "batches_without_length": ("ran", "TypeError"),
+    "batches_without_length": ("ran", "ValueError"),
     "default_percentiles": (
         ["max", "mean", "min", "percentile", "std", "zeros"],
         ["max", "mean", "min", "std", "zeros"],

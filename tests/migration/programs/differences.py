@@ -302,7 +302,7 @@ def label_dtype():
 
 
 def batches_without_length():
-    """`TypeError` at the first update, of an iterator whose batches have no length."""
+    """`ValueError` at the first update, of an iterator whose batches have no length."""
 
     class Counting:
         batch_size, epoch, is_new_epoch, epoch_detail, previous_epoch_detail = 1, 0, False, 0.0, 0.0
