@@ -12,6 +12,8 @@ from numbers import Rational
 from types import FunctionType
 from typing import Any, TypeAlias
 
+from chainring._messages import warn
+
 Trainer: TypeAlias = Any
 """A `chainring.training.Trainer`, for the annotations of what a trainer is made of, which cannot import it."""
 UNITS = ("iteration", "epoch")
@@ -30,11 +32,18 @@ def check_epoch_period(updater: Any, period: Fraction) -> None:
             f'a period in "epoch" needs an iterator that counts epochs, and {type(iterator).__name__} has none. '
             'Give it an epoch_length, or use "iteration"'
         )
-    progress = getattr(iterator, "progress", None)
-    if progress is not None and progress[2] is None and period.denominator != 1:
+    progress, tells = getattr(iterator, "progress", None), getattr(iterator, "tells", lambda counter: True)
+    has_fractions = tells("epoch_detail") if progress is None else progress[2] is not None
+    if not has_fractions and period.denominator != 1:
+        remedy = "Set its epoch_detail" if progress is None else "Give LoaderIterator(loader, epoch_length=...)"
         raise ValueError(
-            f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the loader has none. "
-            'Give LoaderIterator(loader, epoch_length=...), or use whole epochs or "iteration"'
+            f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the "
+            f'{type(iterator).__name__} has none. {remedy}, or use whole epochs or "iteration"'
+        )
+    if not (has_fractions or progress is not None or tells("epoch")):
+        warn(
+            f"a trigger in epochs never fires: {type(iterator).__name__} sets neither epoch nor epoch_detail. Let its "
+            '__next__ count epochs, or use "iteration"'
         )
 
 

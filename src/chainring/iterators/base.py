@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator as PythonIterator
 from collections.abc import Sequence
 from operator import attrgetter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -24,6 +25,13 @@ _COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
 counters_of = attrgetter(*_COUNTERS)
 
 
+class _CompletedEpochs:
+    """The ``epoch_detail`` of an iterator that counts whole epochs alone; its class or the object may set another."""
+
+    def __get__(self, iterator: Iterator | None, owner: type) -> float:
+        return 0.0 if iterator is None else float(iterator.epoch)
+
+
 class Iterator(Stateful):
     """The base class of iterators over batches. Its attributes describe the batch most recently returned.
 
@@ -32,10 +40,10 @@ class Iterator(Stateful):
         repeat: True if it continues with the next epoch; otherwise it ends after one.
         epoch: the number of completed epochs.
         is_new_epoch: True if the last batch reached the end of an epoch.
-        epoch_detail: the number of epochs, including the fraction of the current one.
+        epoch_detail: the number of epochs, including the fraction of the current one; by default ``epoch``.
         previous_epoch_detail: ``epoch_detail`` before the last batch; ``None`` before the first.
         progress: ``(epoch, position, size)``, the exact form of ``epoch_detail`` = epoch + position / size; ``size`` is
-            ``None`` if the length of an epoch is unknown.
+            ``None`` if the length of an epoch is unknown. ``None`` if only ``epoch_detail`` tells it.
         counts_epochs: False if it has no epochs, so that triggers in epochs are refused.
         step: the number of positions by which a batch advances.
         name: the name of the iterator in its updater.
@@ -47,18 +55,25 @@ class Iterator(Stateful):
 
     Example::
 
-        class Ones(Iterator):
-            batch_size = 4
+        class Ones(Iterator):  # 10 batches an epoch; its position is its state
+            batch_size, at = 4, 0
 
             def __next__(self):
+                self.at += 1
+                self.epoch, self.is_new_epoch = self.at // 10, self.at % 10 == 0
+                self.epoch_detail = self.at / 10  # for fractions of an epoch
                 return Batch([1.0] * 4)
+
+            def serialize(self, serializer):
+                self.at = serializer("at", self.at)
+                self.epoch, self.epoch_detail = self.at // 10, self.at / 10
     """
 
     batch_size: int
     repeat: bool = True
     epoch: int = 0
     is_new_epoch: bool = False
-    epoch_detail: float = 0.0
+    epoch_detail: float = _CompletedEpochs()  # type: ignore[assignment]
     previous_epoch_detail: float | None = None
     counts_epochs: bool = True
     step: int = 1
@@ -75,6 +90,15 @@ class Iterator(Stateful):
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
         return None
+
+    def tells(self, counter: str) -> bool:
+        """Return whether the object, or a class of it below `Iterator`, has an attribute of this name or code with it."""
+        own: dict[str, Any] = {}
+        for cls in reversed(type(self).__mro__[: type(self).__mro__.index(Iterator)]):
+            own |= vars(cls)
+        own |= vars(self)
+        codes = [value.__code__ for value in own.values() if isinstance(value, FunctionType)]
+        return counter in own or any(counter in code.co_names for code in codes)
 
     def __iter__(self) -> Self:
         return self

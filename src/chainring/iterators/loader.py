@@ -338,6 +338,9 @@ def as_iterator(source: Any, repeat: bool = True) -> Any:
         raise TypeError(f"{rule}; make an object of it, such as SerialIterator(dataset, batch_size)")
     if isinstance(source, Iterator) or (hasattr(source, "__next__") and hasattr(source, "epoch_detail")):
         return source
+    if hasattr(source, "__next__") and hasattr(source, "is_new_epoch"):
+        rule = f"{type(source).__name__} counts epochs, and has no epoch_detail by which triggers would know them"
+        raise TypeError(f"{rule}; derive it from chainring.iterators.Iterator")
     gives_examples = not isinstance(source, (IterableDataset, DataLoader)) and (
         isinstance(source, (Dataset, np.ndarray, torch.Tensor))
         or hasattr(source, "get_example")

@@ -408,16 +408,19 @@ def never(trainer: Trainer) -> bool:
 def count_progress(updater: Any, unit: str) -> int | Fraction:
     """Return the iterations, or the epochs, completed so far, exactly.
 
-    Epochs are computed from the main iterator's ``(epoch, position, size)`` if they agree with ``updater.epoch_detail``;
-    otherwise the updater counts epochs itself, and the simplest fraction that rounds to its ``epoch_detail`` is returned.
+    Epochs are computed from the main iterator's ``(epoch, position, size)`` if it has them and they agree with
+    ``updater.epoch_detail``; otherwise the simplest fraction that rounds to ``epoch_detail`` is returned.
     """
     if unit == "iteration":
         return int(updater.iteration)
     detail = updater.epoch_detail
     try:
-        epoch, position, size = updater.get_iterator("main").progress
+        progress = updater.get_iterator("main").progress
     except (KeyError, AttributeError, NotImplementedError):
+        progress = None
+    if progress is None:
         return to_fraction(detail)
+    epoch, position, size = progress
     if detail != epoch + (position / size if size else 0.0):
         return to_fraction(detail)
     return epoch + Fraction(position, size) if size else Fraction(epoch)
