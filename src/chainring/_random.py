@@ -239,6 +239,27 @@ def _accelerator() -> Any:
     return device if getattr(device, "is_initialized", lambda: True)() else None
 
 
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+"""The classes of generators that a script may have beside the global ones."""
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of one of these generators, in plain values and arrays."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Restore what `generator_state` returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
 def digest(*parts: Any) -> int:
     """Return 64 bits, never 0, that depend on every byte of the parts (bytes, arrays), the same on every machine."""
     # hot path: benchmarks/growth.py, recorder; one call of the hash takes half the time of one for each part

@@ -86,9 +86,9 @@ class TestResume:
         """A DataLoader has no state."""
         iterator = LoaderIterator(DataLoader(DATA, 4))
         firsts(iterator, 2)
+        again = resumed(lambda: LoaderIterator(DataLoader(DATA, 4)), iterator.state_dict())
         with pytest.warns(UserWarning, match="fetches 2 batches again and skips them.*DataLoader has no state_dict"):
-            again = resumed(lambda: LoaderIterator(DataLoader(DATA, 4)), iterator.state_dict())
-        assert firsts(again, 1) == [[8, 9]]
+            assert firsts(again, 1) == [[8, 9]]
 
     def test_between_epochs_nothing_is_fetched_again(self):
         """Warnings are errors here."""
@@ -178,8 +178,8 @@ def test_workers_of_a_loader_neither_disturb_generators_nor_change_the_batches_o
     state = iterator.state_dict()
     taken += firsts(iterator, 2)
     assert (random.getstate(), torch.get_rng_state().tolist()) == before
+    again = resumed(make, state)
     with pytest.warns(UserWarning, match="fetches 1 batches again"):
-        again = resumed(make, state)
-    assert firsts(again, 2) == taken[1:]
+        assert firsts(again, 2) == taken[1:]
     iterator.finalize()
     again.finalize()

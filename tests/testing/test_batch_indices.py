@@ -32,12 +32,36 @@ def loader_of(dataset, **settings):
     return iterators.LoaderIterator(DataLoader(dataset, batch_size=4, **settings))
 
 
+class Reused:
+    """A sampler of batches that yields one list again and again, and does not know how many batches there are."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def __len__(self):
+        return self.says
+
+    def __iter__(self):
+        batch = []
+        for begin in range(0, SIZE, 4):
+            batch[:] = torch.randperm(SIZE).tolist()[begin % 3 :][:4]
+            yield batch
+
+
+def loader_of_batches(says):
+    return iterators.LoaderIterator(DataLoader(Numbers(), batch_sampler=Reused(says)))
+
+
 ITERATORS = {
     "serial": lambda: iterators.SerialIterator(Numbers(), 4, seed=1),
     "workers": lambda: iterators.MultiprocessIterator(Numbers(), 4, seed=1, n_processes=2),
     "loader": lambda: loader_of(Numbers(), shuffle=True),
     "loader with workers": lambda: loader_of(Numbers(), shuffle=True, num_workers=2),
     "loader that drops": lambda: loader_of(Numbers(), shuffle=True, drop_last=True),
+    "one list of indices": lambda: loader_of_batches(6),
+    "too short a length": lambda: loader_of_batches(4),
+    "too long a length": lambda: loader_of_batches(9),
+    "much too short a length": lambda: loader_of_batches(1),
 }
 
 
@@ -53,7 +77,7 @@ def updater_of(iterator, seen, accumulate=1):
     return training.StandardUpdater(iterator, optimizer, model, loss_func=loss_func, accumulate=accumulate)
 
 
-@pytest.mark.filterwarnings("ignore:iterator 'main' fetches:UserWarning")
+@pytest.mark.filterwarnings("ignore:iterator 'main' fetches:UserWarning", "ignore:the loader of iterator 'main':UserWarning")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("name", ITERATORS)
 def test_they_are_those_that_the_update_was_given(name, accumulate):

@@ -75,8 +75,33 @@ class DatasetMixin:
         return i % size
 
 
-def require_datasets(name: str, *datasets: Any) -> None:
-    """Refuse objects without a length or examples now, rather than at their first use; and none at all."""
+class _Rows:
+    """A column of pandas by position: its own index has labels, which are other rows once it was sorted or filtered."""
+
+    def __init__(self, column: Any) -> None:
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.column.iloc[index]
+
+
+def by_position(dataset: Any) -> Any:
+    """Return a dataset whose indices are positions: a column of pandas is wrapped, and a table, which has none, refused."""
+    if not hasattr(type(dataset), "iloc"):
+        return dataset
+    if getattr(dataset, "ndim", 1) > 1:
+        raise TypeError(
+            f"examples are asked by position, and dataset[i] of a {type(dataset).__name__} is a column; write "
+            'dataset.to_numpy(), or TupleDataset(dataset["x"], dataset["y"]) of its columns'
+        )
+    return _Rows(dataset)
+
+
+def require_datasets(name: str, *datasets: Any) -> tuple[Any, ...]:
+    """Return the datasets, indexed by position; refuse objects without a length or examples now, and none at all."""
     if not datasets:
         raise ValueError(f"{name} needs at least one dataset, got none")
     for dataset in datasets:
@@ -86,6 +111,7 @@ def require_datasets(name: str, *datasets: Any) -> None:
                 f"{name} combines datasets, which have __len__ and __getitem__(i); got {got}. "
                 "Make a list of an iterable, or pass an iterable of batches to the updater directly"
             )
+    return tuple(map(by_position, datasets))
 
 
 def indexes_like(dataset: DatasetMixin, cls: type[DatasetMixin]) -> bool:

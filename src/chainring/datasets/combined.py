@@ -33,9 +33,8 @@ class TupleDataset(DatasetMixin):
     """
 
     def __init__(self, *datasets: Dataset) -> None:
-        require_datasets("a TupleDataset", *datasets)
+        self.datasets = require_datasets("a TupleDataset", *datasets)
         _require_same_length("a TupleDataset", [size_of(dataset) for dataset in datasets])
-        self.datasets: tuple[Any, ...] = datasets
 
     def __len__(self) -> int:
         return len(self.datasets[0])
@@ -64,9 +63,8 @@ class DictDataset(DatasetMixin):
     """
 
     def __init__(self, **datasets: Dataset) -> None:
-        require_datasets("a DictDataset", *datasets.values())
+        self.datasets = dict(zip(datasets, require_datasets("a DictDataset", *datasets.values()), strict=True))
         _require_same_length("a DictDataset", {key: size_of(dataset) for key, dataset in datasets.items()})
-        self.datasets: dict[str, Any] = datasets
 
     def __len__(self) -> int:
         return len(next(iter(self.datasets.values())))
@@ -101,8 +99,7 @@ class ConcatenatedDataset(DatasetMixin):
     """
 
     def __init__(self, *datasets: Dataset) -> None:
-        require_datasets("a ConcatenatedDataset", *datasets)
-        self.datasets: tuple[Any, ...] = datasets
+        self.datasets = require_datasets("a ConcatenatedDataset", *datasets)
         self._ends: Indices = np.cumsum([size_of(dataset) for dataset in datasets], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -163,8 +160,7 @@ class TransformDataset(DatasetMixin):
     def __init__(self, dataset: Dataset, transform: Callable[[Any], Any]) -> None:
         if not callable(transform):
             raise TypeError(f"transform is a function of one example, got {type(transform).__name__}")
-        require_datasets("a TransformDataset", dataset)
-        self.dataset: Any = dataset
+        (self.dataset,) = require_datasets("a TransformDataset", dataset)
         self.transform = transform
 
     def __len__(self) -> int:
@@ -195,14 +191,13 @@ class SubDataset(DatasetMixin):
     """
 
     def __init__(self, dataset: Dataset, start: int, finish: int, order: Sequence[int] | None = None) -> None:
-        require_datasets("a SubDataset", dataset)
+        (self.dataset,) = require_datasets("a SubDataset", dataset)
         size = size_of(dataset)
         for position in (start, finish):
             if not is_integer(position):
                 raise TypeError(f"positions are integers, got {position!r}; round a fraction of the examples with int(...)")
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
-        self.dataset: Any = dataset
         self.start = start
         self.finish = finish
         self.order = None if order is None else _check_order(order, size)

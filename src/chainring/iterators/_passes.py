@@ -18,18 +18,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import fetch as torch_fetch
 
 from chainring._messages import warn
-from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
+from chainring._random import (
+    digest,
+    generator_state,
+    preserve_host_rng,
+    seed_host,
+    set_generator_state,
+    stable_hash,
+)
 from chainring.datasets._batches import COLUMNS, Batch, Layout, make_batch
+from chainring.iterators import _order
 from chainring.iterators._workers import END_SIGNALS, exit_with_parent
 from chainring.iterators.base import not_the_end
 from chainring.serializers.protocol import has_state
-
-_SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
 
 
 class Source:
@@ -42,14 +47,20 @@ class Source:
         state_gap: what its own state lacks to continue a pass bit for bit, if it has a state.
         inexactness: why batches do not come in the same order again, and the remedy.
         layout: what is known of the structure of its batches.
+        workers_of_pass: how many workers the next pass has, where a resumed one ends as it began; otherwise ``None``.
     """
 
     has_end = False
+    workers_of_pass: int | None = None
     state_gap: str | None = None
     inexactness: str | None = None
 
+    n_workers = 0
+
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self._look()
+        _order.refuse_labels(self._members)
         self.is_single_pass = hasattr(loader, "__next__")
         self.may_draw = type(loader) not in (list, tuple)
         self.layout: Layout = COLUMNS if getattr(loader, "collate_fn", None) is default_collate else {}
@@ -69,12 +80,6 @@ class Source:
         samplers = getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
         return [sampler for sampler in samplers if sampler is not None]
 
-    @property
-    def _generators(self) -> list[torch.Generator]:
-        """The generators of the loader and its samplers, whose states differ from pass to pass."""
-        generators = [getattr(owner, "generator", None) for owner in (self.loader, *self.samplers)]
-        return list({id(item): item for item in generators if isinstance(item, torch.Generator)}.values())
-
     def find_split(self) -> str | None:
         """Return what has visibly given each rank its own share of the data, and the remedy."""
         for sampler in self.samplers:
@@ -84,18 +89,27 @@ class Source:
         return None
 
     def set_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch`` of the loader, its samplers and its dataset, if they have it."""
-        for target in (self.loader, *[getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]):
-            if callable(set_epoch := getattr(target, "set_epoch", None)):
-                set_epoch(epoch)
+        """Call ``set_epoch`` of the loader and of all in it that has it."""
+        self._look()
+        self.epochs.tell(epoch)
+
+    def _look(self) -> None:
+        self._members = _order.members_of(self.loader, is_loader=True)
+        self.epochs = _order.Epochs(self._members)
+
+    @property
+    def _generators(self) -> dict[str, Any]:
+        """The generators of the loader and of what is in it, each by its number and kind."""
+        generators = enumerate(_order.generators_of(self._members))
+        return {f"{i} {type(getattr(item, 'bit_generator', item)).__name__}": item for i, item in generators}
 
     def get_generators(self) -> dict[str, Any]:
-        return {str(i): generator.get_state() for i, generator in enumerate(self._generators)}
+        return {name: generator_state(generator) for name, generator in self._generators.items()}
 
     def set_generators(self, states: Mapping[str, Any]) -> None:
-        for i, generator in enumerate(self._generators):
-            if str(i) in states:
-                generator.set_state(states[str(i)])
+        for name, generator in self._generators.items():
+            if name in states:  # otherwise the loader is another
+                set_generator_state(generator, states[name])
 
     def begin(self, releases: list[Callable[[], Any]]) -> Any:
         """Begin a pass; what is to be called before it ends is appended to ``releases``."""
@@ -109,16 +123,15 @@ class TorchLoader(Source):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._n_workers = loader.num_workers
+        self.n_workers = loader.num_workers
         dataset: Any = getattr(loader, "dataset", None)
         self._dataset = source_of(dataset)
         # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
-        self.may_draw = not self._n_workers or not all(
-            _is_defined_in(sampler, "torch.utils.data") for sampler in self.samplers
-        )
+        self._samplers_draw = not all(_is_defined_in(sampler, "torch.utils.data") for sampler in self.samplers)
+        self.may_draw = not self.n_workers or self._samplers_draw
         self.has_end = self._dataset.has_end
-        self.state_gap, self.inexactness = self._dataset.state_gap, self._dataset.inexactness
-        if self._n_workers:
+        self.state_gap, self.inexactness = self._dataset.state_gap or _order.sampler_gap(loader), self._dataset.inexactness
+        if self.n_workers:
             is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
             has_no_code = is_table or type(dataset) in (TensorDataset, list, tuple)
             if not has_no_code or not _is_defined_in(getattr(loader, "collate_fn", None), "torch.utils.data"):
@@ -139,30 +152,29 @@ class TorchLoader(Source):
 
         A ``collate_fn`` of the user's says how many examples it was given, from which its batch can be told.
         """
-        loader = self.loader
+        loader: Any = self.loader
+        n_workers = self.n_workers if self.workers_of_pass is None else self.workers_of_pass
+        self.workers_of_pass, self.may_draw = None, not n_workers or self._samplers_draw
         if not isinstance(loader, DataLoader):
             return iter(loader)
+        names = ("num_workers", "prefetch_factor", "timeout", "worker_init_fn", "persistent_workers", "collate_fn")
+        settings = {name: getattr(loader, name) for name in names}
+        used: dict[str, Any] = {}
+        if n_workers or self.n_workers:
+            used = {"num_workers": n_workers, "prefetch_factor": None, "timeout": 0, "persistent_workers": False}
+        if n_workers:
+            guard = _WorkerGuard(loader.multiprocessing_context or multiprocessing.get_context(), loader.worker_init_fn)
+            # Called by multiprocessing before it waits for its processes: at exit, and in a Process, where atexit is not.
+            releases.append(multiprocessing.util.Finalize(None, guard.released.set, exitpriority=20))
+            used |= {"prefetch_factor": loader.prefetch_factor or 2, "timeout": loader.timeout, "worker_init_fn": guard}
         collate = loader.collate_fn
         if loader.batch_sampler is not None and self.layout is not COLUMNS and not _is_defined_in(collate, "chainring."):
-            loader.collate_fn = _CountingCollate(collate)
-        try:
-            return self._begin(releases) if self._n_workers else iter(loader)
-        finally:
-            loader.collate_fn = collate
-
-    def _begin(self, releases: list[Callable[[], Any]]) -> Any:
-        loader = self.loader
-        init_fn, is_persistent = loader.worker_init_fn, loader.persistent_workers
-        guard = _WorkerGuard(loader.multiprocessing_context or multiprocessing.get_context(), init_fn)
-        # Called by multiprocessing before it waits for its processes: at exit, and in a Process, where atexit is not.
-        releases.append(multiprocessing.util.Finalize(None, guard.released.set, exitpriority=20))
-        loader.worker_init_fn = guard
-        vars(loader)["persistent_workers"] = False  # torch refuses to set the attribute
+            used["collate_fn"] = _CountingCollate(collate)
+        vars(loader).update(used)  # torch refuses to set some of these attributes
         try:
             return iter(loader)
         finally:
-            loader.worker_init_fn = init_fn
-            vars(loader)["persistent_workers"] = is_persistent
+            vars(loader).update(settings)
 
 
 class Stream(Source):
@@ -277,13 +289,14 @@ class Passes:
     """
 
     def __init__(self, source: Source, owner: Any) -> None:  # a LoaderIterator
-        self._source, self._owner = source, owner
+        self.source, self._owner = source, owner
         self._state_lacks = "the last batch of a rank whose share has ended" if owner.per_rank else None
         if self._state_lacks is None and has_state(source.loader):
             self._state_lacks = source.state_gap
         # True if a pass is taken up again by the source's own state, and nothing is fetched again.
         self.uses_state = has_state(source.loader) and self._state_lacks is None
-        self.length = source.length  # in batches, if it is known
+        self.length = source.length  # of this pass in batches, if it is known
+        self.is_length_wrong = False  # a pass has had another number of batches
         self.seed: int | None = None
         self.has_ended = False  # there is no other pass
         self._pass: PythonIterator[Any] | None = None
@@ -306,25 +319,28 @@ class Passes:
 
     def begin(self) -> None:
         if not self._owner.repeat:
-            self._releases.append(partial(self._source.set_generators, self._source.get_generators()))
-            self._source.set_generators(self.initial_generators)
-        self._source.set_epoch(self.position.passes)
+            self._releases.append(partial(self.source.set_generators, self.source.get_generators()))
+            self.source.set_generators(self.initial_generators)
+        self.source.set_epoch(self.position.passes)
         self._open(self.position.passes)
 
     def _open(self, number: int) -> None:
-        generators = self._source.get_generators()
+        generators = self.source.get_generators()
         with self._seeded(number, -1):
-            self._pass = self._source.begin(self._releases)
-        self._source.set_generators(self._resumed_generators)
+            self._pass = self.source.begin(self._releases)
+        self.source.set_generators(self._resumed_generators)
         self._resumed_generators = {}
-        self._is_spent = self._source.is_single_pass
+        self._is_spent = self.source.is_single_pass
         self._last_batch = None
+        if not self.has_shares:  # of which the longest counts
+            self.is_length_wrong = self.is_length_wrong or (number > 0 and self.length != self.source.length)
+            self.length = self.source.length
         self.position = Position(number + 1, 0, generators)
 
     def end(self) -> None:
         self.close()
-        self.has_ended = not self._owner.repeat or self._source.is_single_pass
-        self.position = Position(self.position.passes, 0, self._source.get_generators())
+        self.has_ended = not self._owner.repeat or self.source.is_single_pass
+        self.position = Position(self.position.passes, 0, self.source.get_generators())
 
     def close(self) -> None:
         """Release what the pass holds, such as worker processes."""
@@ -339,8 +355,8 @@ class Passes:
         batch = self._take_together() if self.has_shares else self._fetch()
         comm, per_rank = self._owner.comm, self._owner.per_rank
         if self.position.taken == 0 and comm is not None and (not per_rank or comm.world.size > comm.size):
-            sums = comm.world.gather_object((comm.rank, digest(*contents(batch))))
-            name, kind = self._owner.name, type(self._source.loader).__name__
+            sums = comm.world.gather_object((comm.rank, digest(*[content for _, content in _order.contents(batch)])))
+            name, kind = self._owner.name, type(self.source.loader).__name__
             # Otherwise ranks would take rows of different batches, or compute parts of the model on different examples.
             if not per_rank and len({checksum for _, checksum in sums}) > 1:
                 raise ValueError(
@@ -385,7 +401,9 @@ class Passes:
 
     def _fetch(self) -> Batch:
         assert self._pass is not None
-        seeded = self._seeded(self.position.passes - 1, self.position.taken) if self._source.may_draw else nullcontext()
+        if self.source.epochs.members:
+            self.source.epochs.tell(self.position.passes - 1)
+        seeded = self._seeded(self.position.passes - 1, self.position.taken) if self.source.may_draw else nullcontext()
         with seeded:
             try:
                 item = next(self._pass)
@@ -393,7 +411,7 @@ class Passes:
                 if is_from_data(error, self._pass):
                     raise not_the_end(f"the dataset or a function of the loader of iterator {self._owner.name!r}") from error
                 raise
-        source, examples = self._source, None
+        source, examples = self.source, None
         if type(item) is _Collated:
             item, examples = item
         return make_batch(item, examples, source.layout, getattr(source.loader, "batch_size", None))
@@ -416,54 +434,66 @@ class Passes:
         """Let pass number ``passes`` be the next, with the source's own generators in these states, if they are given."""
         if self._is_spent:
             raise ValueError(
-                f"the loader of iterator {self._owner.name!r} ({type(self._source.loader).__name__}) gives one pass, which "
+                f"the loader of iterator {self._owner.name!r} ({type(self.source.loader).__name__}) gives one pass, which "
                 "was begun, and cannot start again: pass a function that returns a new iterable"
             )
         self.close()
-        self._source.set_generators(generators or {})
-        self.position = Position(passes, 0, self._source.get_generators())
+        self.source.set_generators(generators or {})
+        self.position = Position(passes, 0, self.source.get_generators())
         self.has_ended = False
 
     def describe(self) -> Position:
         """Return the position with all that is to be saved of it."""
         passes, taken, generators = self.position[:3]
         if self._pass is None and taken == 0:
-            generators = self._source.get_generators()
+            generators = self.source.get_generators()
         state = self.loader_state()
-        return Position(passes, taken, generators, state, self._source.get_generators())  # after the state, which may draw
+        return Position(passes, taken, generators, state, self.source.get_generators())  # after the state, which may draw
 
     def loader_state(self) -> Any:
         """Return the source's own state, if it is used."""
         has_begun = self._pass is not None or self.position.taken > 0
-        starts_workers = not has_begun and getattr(self._source.loader, "num_workers", 0) > 0
+        starts_workers = not has_begun and getattr(self.source.loader, "num_workers", 0) > 0
         if not self.uses_state or starts_workers:
             return None
         with self._seeded(self.position.passes, -1):  # some begin a pass for it
-            return self._source.loader.state_dict()
+            return self.source.loader.state_dict()
 
-    def resume(self, saved: Position) -> None:
-        """Go to a saved position: by the source's own state, or by fetching the batches of the pass again."""
+    def resume(self, saved: Position, workers: int, marks: _order.Marks | None) -> None:
+        """Go to a saved position: by the source's own state, or by fetching the batches of the pass again.
+
+        The pass ends with as many workers as it began with; ``marks`` are those of its last batch.
+        """
         passes, taken, generators, state, current_generators = saved
         self.close()
+        if self.source.n_workers != workers:
+            if taken:
+                self.source.workers_of_pass = workers
+                self.uses_state = self.uses_state and state is not None
+            elif self.source.n_examples is not None:
+                state = None  # which tells of workers that the next pass does not have
         if state is not None and self.uses_state:
             # A loader restores its position with other draws than in the saved run (torchdata's draws no seed for its
             # workers), and the next pass would be another one.
             self._resumed_generators = current_generators or {} if self._owner.repeat else {}
             if taken:
-                self._source.set_epoch(passes - 1)
+                self.source.set_epoch(passes - 1)
             with preserve_host_rng():
-                self._source.loader.load_state_dict(state)
+                self.source.loader.load_state_dict(state)
             if taken:
                 self._open(passes - 1)
             self.position = Position(passes, taken, generators)
             return
         if self._owner.repeat or not taken:
-            self._source.set_generators(generators)
+            self.source.set_generators(generators)
         self.position = Position(passes - (taken > 0), 0, generators)
-        if not taken:
-            return
-        kind, name = type(self._source.loader).__name__, self._owner.name
-        if type(self._source.loader) not in (list, tuple):
+        if taken:
+            self._fetch_again(taken, marks)
+
+    def _fetch_again(self, taken: int, marks: _order.Marks | None) -> None:
+        """Begin the pass again and skip the batches that the saved run had taken; the last one must be the same."""
+        kind, name = type(self.source.loader).__name__, self._owner.name
+        if type(self.source.loader) not in (list, tuple):
             lacks = self._state_lacks
             why = f"{kind} has no state_dict" if lacks is None else f"the state of {kind} lacks {lacks}"
             warn(
@@ -471,6 +501,7 @@ class Passes:
                 f"epoch: {why}. SerialIterator and loaders with a state do not need this",
             )
         self.begin()
+        batch = None
         for skipped in range(taken):
             try:
                 batch = self._fetch()
@@ -482,21 +513,18 @@ class Passes:
                         f"gives only {skipped}: resume with the same data and batch size"
                     ) from None
             self.position = Position(self.position.passes, skipped + 1, self.position.generators)
-
-
-def contents(batch: Batch, *, sampled: bool = False) -> PythonIterator[bytes]:
-    """Yield the content of a batch, as far as it is tensors, arrays and plain values; or samples of what is on the host."""
-    leaves = tree_leaves([*batch] if batch.columns is None else batch.columns)
-    for leaf in leaves[:_SAMPLED_ARRAYS] if sampled else leaves:
-        if isinstance(leaf, (int, float, str, bytes)):
-            yield repr(leaf).encode()
-            continue
-        is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        if not is_tensor and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
-            continue
-        if is_tensor and sampled and leaf.device.type != "cpu":
-            continue
-        flat = leaf.detach().cpu().reshape(-1) if is_tensor else leaf.reshape(-1)
-        sample = flat[:: -(-len(flat) // _SAMPLED_NUMBERS) or 1] if sampled else flat
-        yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
-        yield (sample.clone().view(torch.uint8).numpy() if is_tensor else sample).tobytes()
+        if marks is None or batch is None or (difference := _order.find_difference(marks, _order.marks_of(batch))) is None:
+            return
+        if difference == "numbers":
+            warn(
+                f"iterator {name!r} does not continue bit for bit: the last of the {taken} batches of this epoch has the "
+                "examples that it had, and other numbers in them. Let datasets and collate functions draw from the global "
+                "generators, which are seeded for each batch, or from a generator that is an attribute of theirs"
+            )
+            return
+        raise ValueError(
+            f"the loader of iterator {name!r} ({kind}) gives other batches than in the saved run: the last of the {taken} "
+            "that were taken of this epoch differs, and examples would come twice or never. Resume with the same data, "
+            "shuffle, sampler and batch size, or from a snapshot of the end of an epoch. Let a sampler draw from the global "
+            "generators or from one that is an attribute of it, and prepare data that change by epoch in its set_epoch"
+        )

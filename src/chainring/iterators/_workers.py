@@ -40,6 +40,7 @@ from torch.utils.data._utils import signal_handling
 
 from chainring._random import example_keys, set_seed
 from chainring.converters import concat_examples
+from chainring.iterators._order import Epochs, members_of
 from chainring.iterators.serial import Segment
 
 Task = tuple[int, list[Segment]]  # the generation that a batch belongs to, and its segments
@@ -79,6 +80,7 @@ class BatchDataset(Dataset[Any]):
     converter: Callable[..., Any] | None
     status: SharedStatus | None = None
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # that of Python floats, also in a new process
+    epochs: Epochs | None = None  # of this process
 
     def __getitem__(self, task: Task) -> _PickledResult:
         generation, segments = task
@@ -87,9 +89,11 @@ class BatchDataset(Dataset[Any]):
         index: int | None = None
         order = segments[0][0][1]
         torch.set_default_dtype(self.dtype)
+        self.epochs = self.epochs or Epochs(members_of(self.dataset))
         try:
             examples = []
             for (seed, order), indices in segments:
+                self.epochs.tell(order)
                 keys = example_keys(seed, order, indices) if self.seeds_examples else repeat(None)
                 for index, key in zip(indices.tolist(), keys, strict=False):
                     if status.generation.value != generation:

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from chainring._checks import is_integer
 from chainring._messages import warn
 from chainring._random import digest
-from chainring.iterators._passes import Passes, Position, contents, source_of
+from chainring.iterators._order import Marks, contents, marks_of
+from chainring.iterators._passes import Passes, Position, source_of
 from chainring.iterators.base import Batch, Iterator, counters_of
-from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional, visit_setting
 
 
 class _Fetched(NamedTuple):
@@ -23,6 +24,16 @@ class _Fetched(NamedTuple):
     batch: Batch
     position: Position
     is_last: bool = False
+
+
+class _Saved(NamedTuple):
+    """What is saved of a loader. The first batch takes it up: then data are prepared, and ranks know of each other."""
+
+    position: Position
+    ranks: int  # that had shares of their own; 0 if there were no shares
+    sizes: dict[str, int | None]
+    workers: int
+    marks: dict[str, Marks | None]  # of the last batch, of each rank that has its own
 
 
 class LoaderIterator(Iterator):
@@ -87,7 +98,7 @@ class LoaderIterator(Iterator):
         if epoch_length is not None and (not is_integer(epoch_length) or epoch_length < 1):
             raise ValueError(f"epoch_length counts batches and is at least 1, got {epoch_length!r}")
         self.loader: Any = loader  # first, so that what it does not save is named by this path
-        self._source = source = source_of(loader)
+        source = source_of(loader)
         self.epoch_length = epoch_length
         self.per_rank = per_rank
         self.repeat = repeat
@@ -103,7 +114,8 @@ class LoaderIterator(Iterator):
         self._is_endless = epoch_length is not None and may_have_no_end and not self._passes.uses_state
         self._epoch_position = 0
         self._returned = self._passes.position  # behind the batch last returned
-        self._resumed: tuple[Position, int] | None = None  # to which a rank's share is yet to be brought; number of ranks
+        self._last: Batch | None = None  # the batch last returned, for a snapshot
+        self._resumed: _Saved | None = None  # which is yet to be taken up
         self._pending: list[_Fetched] = []  # batches that were fetched and are not returned yet
         self._error: Exception | None = None  # that came when reading ahead; raised when it is its turn
         self._since_mark: list[_Fetched] | None = None  # batches returned since the last `mark`
@@ -116,22 +128,46 @@ class LoaderIterator(Iterator):
     def progress(self) -> tuple[int, int, int | None]:
         return self.epoch, self._epoch_position, self._epoch_size
 
+    @property
+    def place_in_passes(self) -> tuple[int, int]:
+        """How many passes were gone through, and how many batches of the next were returned, whatever an epoch is."""
+        passes, taken, *_ = self._returned
+        return (passes - 1, taken) if taken else (passes, 0)
+
     def __next__(self) -> Batch:
+        self._last = None  # so that one that is not needed any more takes no memory while another is fetched
         if not self._pending:
             self._fetch()
-        size = self._epoch_size
-        if size is None and len(self._pending) == 1 and self._error is None:
+        passes, size, by_length = self._passes, self._epoch_size, self.epoch_length is None
+        is_exact = size is not None and not (by_length and passes.is_length_wrong)
+        epoch, position = self.epoch, self._epoch_position + 1
+        needs_end = not is_exact or (by_length and position == size and passes.uses_state)
+        if needs_end and len(self._pending) == 1 and self._error is None:
             self._look_ahead()
+            is_exact = is_exact and not passes.is_length_wrong
         fetched = self._pending.pop(0)
         if self._since_mark is not None:
             self._since_mark.append(fetched)
-        self._returned = fetched.position
-        epoch, position = self.epoch, self._epoch_position + 1
-        if fetched.is_last if size is None else position == size:
+        if by_length and position > 1 and fetched.position.passes != self._returned.passes:
+            epoch, position, is_exact = epoch + 1, 1, False
+        self._returned, self._last = fetched.position, fetched.batch
+        if position == size if is_exact else fetched.is_last:
             epoch, position = epoch + 1, 0
+        elif size is not None and position >= size:
+            position = size - 1
         self._epoch_position = position
         self._count_batch(epoch, float(epoch) if size is None else epoch + position / size)
         return fetched.batch if self.per_rank else self.take_share(fetched.batch)
+
+    def _distrust_length(self, count: str) -> None:
+        """Find the ends of passes by reading one batch ahead from now on."""
+        if not self._passes.is_length_wrong:
+            self._passes.is_length_wrong = True
+            warn(
+                f"the loader of iterator {self.name!r} ({type(self.loader).__name__}) has a len of {self._passes.length}, "
+                f"and a pass had {count} batches. An epoch is a pass: its end is found by reading one ahead from now on. "
+                "Let __len__ return the number, or give LoaderIterator(loader, epoch_length=...)"
+            )
 
     def _fetch(self) -> None:
         """Fetch the loader's next batch, from another pass if one has ended."""
@@ -140,13 +176,7 @@ class LoaderIterator(Iterator):
             raise error
         passes = self._passes
         if self._resumed is not None:
-            (position, ranks), self._resumed = self._resumed, None
-            if ranks != self.size and position.taken:
-                raise ValueError(
-                    f"iterator {self.name!r} was saved by {ranks} ranks, each in the middle of its own share, and there "
-                    f"are {self.size}: resume with as many, or from a snapshot of the end of an epoch"
-                )
-            passes.resume(position)
+            self._take_up()
         if not self.repeat and self.epoch:  # epoch_length batches have come
             passes.end()
         is_new_pass = not passes.is_open
@@ -158,6 +188,8 @@ class LoaderIterator(Iterator):
                 return
             except StopIteration:
                 is_empty = is_new_pass and passes.position.taken == 0
+                if self.repeat and self.epoch_length is None and 0 < passes.position.taken < (passes.length or 0):
+                    self._distrust_length(f"{passes.position.taken}")
                 passes.end()
                 if is_empty and not passes.has_ended:
                     raise ValueError(
@@ -174,10 +206,11 @@ class LoaderIterator(Iterator):
         position = passes.position
         if self._is_endless and position.taken >= (self._epoch_size or 0):
             passes.end()
-        elif position.taken == passes.length and not passes.uses_state:
+        elif position.taken == passes.length and not (passes.uses_state or passes.is_length_wrong):
             # A run that is saved here need not fetch the pass again to find that it is over.
             try:
-                self._pending.append(_Fetched(passes.take(), passes.position))  # the loader's length was too small
+                self._pending.append(_Fetched(passes.take(), passes.position))
+                self._distrust_length("more")
                 return _Fetched(batch, position)
             except StopIteration:
                 passes.end()
@@ -190,10 +223,12 @@ class LoaderIterator(Iterator):
         if is_last or not passes.is_open:
             return
         if passes.uses_state:  # of which only the newest can be had
-            position = Position(*position[:3], passes.loader_state(), self._source.get_generators())
+            position = Position(*position[:3], passes.loader_state(), passes.source.get_generators())
             self._pending[0] = _Fetched(batch, position)
         try:
             self._pending.append(self._take())
+            if position.taken == passes.length:
+                self._distrust_length("more")
         except StopIteration:
             passes.end()
             # A loader with a state continues from there, and is found at its end when the run is resumed.
@@ -212,7 +247,7 @@ class LoaderIterator(Iterator):
                 f"ranks, and iterator {self.name!r} gives each of {size} its own share (per_rank=True), so that none knows "
                 "them; let all ranks read the same batches: leave per_rank out, and what cuts the data"
             )
-        if size > 1 and not self.per_rank and (what := self._source.find_split()) is not None:
+        if size > 1 and not self.per_rank and (what := self._passes.source.find_split()) is not None:
             raise ValueError(
                 f"iterator {self.name!r} gives each of {size} ranks its share of every batch, and {what}; the batch "
                 "size is that of all ranks together. Or say that each rank is given its own share: "
@@ -224,7 +259,7 @@ class LoaderIterator(Iterator):
     def share(self, rank: int, size: int) -> None:
         super().share(rank, size)
         if self.per_rank and size > 1:
-            own = getattr(self.loader, "batch_size", None) or 1, self._source.length
+            own = getattr(self.loader, "batch_size", None) or 1, self._passes.source.length
             of_ranks = [own] * size if self.comm is None else self.comm.gather_object(own)
             batch_sizes, lengths = zip(*of_ranks, strict=True)
             self.batch_size = sum(batch_sizes)  # the same on all ranks, whose gradients are weighed by it
@@ -233,7 +268,7 @@ class LoaderIterator(Iterator):
 
     def batch_end(self) -> Any:
         """Return a digest of what lies on the host of the batches since the last `mark`, whole where ranks share them."""
-        samples = [sample for fetched in self._since_mark or () for sample in contents(fetched.batch, sampled=True)]
+        samples = [sample for fetched in self._since_mark or () for _, sample in contents(fetched.batch, sampled=True)]
         return (digest(*samples) if samples else None,)
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
@@ -252,7 +287,7 @@ class LoaderIterator(Iterator):
         self._passes.restart(number, generators)
         self._returned = self._passes.position
         self._epoch_position = 0
-        self._pending, self._since_mark, self._error, self._resumed = [], None, None, None
+        self._pending, self._since_mark, self._error, self._resumed, self._last = [], None, None, None, None
         self._restore_counters()
 
     def mark(self) -> Any:
@@ -263,7 +298,7 @@ class LoaderIterator(Iterator):
     def return_to(self, mark: Any) -> None:
         """Return to a position of `mark`: the batches since then will be returned again."""
         self._pending = (self._since_mark or []) + self._pending
-        self._since_mark = []
+        self._since_mark, self._last = [], None
         counts, self._epoch_position, self._returned = mark
         self._restore_counters(counts)
 
@@ -273,62 +308,97 @@ class LoaderIterator(Iterator):
     # --- state ---
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        saving, passes, source = isinstance(serializer, Serializer), self._passes, self._source
-        if self.per_rank:
-            sizes = {"examples": None, "batches": None, "epoch_length": self.epoch_length}
-        else:
-            sizes = {"examples": source.n_examples, "batches": source.length, "epoch_length": self._epoch_size}
-        saved_sizes = {key: serializer(key, value) for key, value in sizes.items()}
+        saving, passes = isinstance(serializer, Serializer), self._passes
+        saved = self._describe(serializer) if saving else _Saved(passes.position, 0, self._sizes(), 0, {})
+        sizes = {key: serializer(key, value) for key, value in saved.sizes.items()}
         if self._batch_size_is_known:
             visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
         passes.seed = serializer("seed", passes.get_seed() if saving else passes.seed)
         self._epoch_position = serializer("position", self._epoch_position)
         self._serialize_counters(serializer)
         has_ended = serializer("has_ended", passes.has_ended and not self._pending)
-        if not saving:
-            position = Position(0, 0, source.get_generators(), None, source.get_generators())
-        elif self._resumed is None and not self._pending and self._returned.loader_state is None:
-            position = passes.describe()
-        else:
-            position = self._returned if self._resumed is None else self._resumed[0]
-            if position.current_generators is None:
-                position = Position(*position[:4], source.get_generators())
-        comm = serializer.comm
-        if saving and self.per_rank:
-            states = comm.gather_object(position.generators)
-            position = Position(*position[:2], {str(rank): state for rank, state in enumerate(states)}, *position[3:])
+        passes.is_length_wrong = serializer("length_is_wrong", passes.is_length_wrong)
         names = ("passes", "taken", "generators", "loader", "generators_now")
-        position = Position(*[serializer(name, value) for name, value in zip(names, position, strict=True)])
-        saved_ranks = visit_optional(serializer, "ranks", max(comm.size, self.size) if saving and self.per_rank else 0)
+        position = Position(*[serializer(name, value) for name, value in zip(names, saved.position, strict=True)])
+        ranks = visit_optional(serializer, "ranks", saved.ranks)
+        workers, marks = serializer("workers", saved.workers), serializer("last_batch", saved.marks)
         if saving:
             return
-        self._check_sizes(sizes, saved_sizes, position.taken)
-        if (saved_ranks > 0) != self.per_rank and position.taken:
+        self._check(_Saved(position, ranks, sizes, workers, marks))
+        self._last, self._pending, self._since_mark, self._error = None, [], None, None
+        passes.close()
+        if self.per_rank:
+            rank = str(serializer.comm.rank) if len(position.generators) > 1 else "0"  # one in memory is the rank's own
+            position = Position(*position[:2], position.generators.get(rank, {}), *position[3:])
+            marks = {"0": marks.get(rank)}
+        passes.position = self._returned = position
+        passes.has_ended = has_ended
+        self._resumed = _Saved(position, ranks, sizes, workers, marks)
+        if position.taken and workers != passes.source.n_workers:
+            holds = "this epoch ends as it began, the next has the new number"
+            announce_change(f"num_workers of iterator {self.name!r}", workers, passes.source.n_workers, holds)
+
+    def _sizes(self) -> dict[str, int | None]:
+        source = self._passes.source
+        if self.per_rank:
+            return {"examples": None, "batches": None, "epoch_length": self.epoch_length}
+        return {"examples": source.n_examples, "batches": source.length, "epoch_length": self.epoch_length}
+
+    def _describe(self, serializer: AbstractSerializer) -> _Saved:
+        """Return what is to be saved; of ranks with their own shares together."""
+        comm, source, saved = serializer.comm, self._passes.source, self._resumed
+        if saved is None:
+            if not self._pending and self._returned.loader_state is None:
+                position = self._passes.describe()
+            else:
+                position = self._returned
+                if position.current_generators is None:
+                    position = Position(*position[:4], source.get_generators())
+            last = self._last if position.taken else None
+            marks = {"0": None if last is None else marks_of(last)}
+            ranks = max(comm.size, self.size) if self.per_rank else 0
+            saved = _Saved(position, ranks, self._sizes(), source.n_workers, marks)
+        if self.per_rank:
+            states = comm.gather_object((saved.position.generators, saved.marks["0"]))
+            generators = {str(rank): state for rank, (state, _) in enumerate(states)}
+            marks = {str(rank): mark for rank, (_, mark) in enumerate(states)}
+            saved = saved._replace(position=saved.position._replace(generators=generators), marks=marks)
+        return saved
+
+    def _check(self, saved: _Saved) -> None:
+        """Refuse what means nothing with this loader; its lengths may depend on the epoch that it is told."""
+        position, ranks, sizes, _, marks = saved
+        if (ranks > 0) != self.per_rank and position.taken:
             raise ValueError(
                 f"iterator {self.name!r} has per_rank={self.per_rank}, the saved run had {not self.per_rank}; "
                 "another setting can begin at the end of an epoch only"
             )
-        self._pending, self._since_mark, self._error = [], None, None
-        if self.per_rank:  # brought there by the first batch, when the rank is known
-            passes.close()
-            rank = str(comm.rank) if len(position.generators) > 1 else "0"  # one state in memory is the rank's own
-            passes.position = Position(*position[:2], position.generators.get(rank, {}), *position[3:])
-            self._resumed = passes.position, saved_ranks or 1
-        else:
-            passes.resume(position)
-        self._returned = passes.position
-        passes.has_ended = has_ended
-
-    def _check_sizes(self, sizes: dict[str, int | None], saved: dict[str, int | None], taken: int) -> None:
+        if self._sizes() != sizes and position.passes:
+            self._passes.source.set_epoch(position.passes - 1)
+        now = self._sizes()
+        if sizes["epoch_length"] or now["epoch_length"]:
+            sizes, now = ({**item, "epoch_length": item["epoch_length"] or item["batches"]} for item in (sizes, now))
+        varies = self._passes.is_length_wrong and marks.get("0") is not None
         rules = (
             ("examples", "resume with the same dataset, or start a new run", True),
-            ("batches", "another batch size can begin at the end of an epoch only", taken > 0),
+            ("batches", "another batch size can begin at the end of an epoch only", position.taken > 0 and not varies),
             ("epoch_length", "another length can begin at the end of an epoch only", self._epoch_position > 0),
         )
         for key, remedy, applies in rules:
-            if applies and saved[key] != sizes[key]:
-                change = f"{key} = {sizes[key]}, the saved run had {saved[key]}"
+            if applies and sizes[key] != now[key]:
+                change = f"{key} = {now[key]}, the saved run had {sizes[key]}"
                 raise ValueError(f"iterator {self.name!r} has {change}; {remedy}")
+
+    def _take_up(self) -> None:
+        """Go to the saved position, with data that the script has prepared since it was loaded."""
+        assert self._resumed is not None
+        (position, ranks, _, workers, marks), self._resumed = self._resumed, None
+        if self.per_rank and max(ranks, 1) != self.size and position.taken:
+            raise ValueError(
+                f"iterator {self.name!r} was saved by {ranks} ranks, each in the middle of its own share, and there "
+                f"are {self.size}: resume with as many, or from a snapshot of the end of an epoch"
+            )
+        self._passes.resume(position, workers, marks.get("0"))
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:

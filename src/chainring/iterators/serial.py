@@ -24,7 +24,8 @@ from chainring._random import (
 )
 from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets._columns import make_gather
-from chainring.datasets.base import Dataset, size_of
+from chainring.datasets.base import Dataset, by_position, size_of
+from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import Iterator, counters_of, not_the_end
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
 
@@ -32,6 +33,7 @@ OrderSampler = Callable[[int, int, int], ArrayLike]
 """``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""
 
 _BLOCK_SIZE = 65_536  # positions of an order that are computed at once
+_MARKED = 64  # indices by which an order is known again
 _SAMPLED = ("seed", "epoch", "size")
 
 OrderKey = tuple[int, int]
@@ -73,12 +75,16 @@ class IndexedIterator(Iterator):
             raise TypeError(f"shuffle is True, False or None, got {shuffle!r}")
         if seed is not None and not is_integer(seed):
             raise TypeError(f"a seed is an integer or None, got {seed!r}")
-        self.dataset: Any = dataset
+        self.dataset: Any = by_position(dataset)
         self.repeat = repeat
         self.shuffle = shuffle is None or bool(shuffle)
         self.order_sampler = order_sampler
-        self._orders = _EpochOrders(size_of(dataset), self.shuffle, order_sampler, None if seed is None else int(seed))
-        self._gather = make_gather(dataset)
+        self._orders = _EpochOrders(self.dataset, self.shuffle, order_sampler, None if seed is None else int(seed))
+        # What is to be told of each epoch is not gathered at once: a batch may cross the end of one.
+        members = members_of(self.dataset)
+        refuse_labels(members)
+        self._epochs = Epochs(members)
+        self._gather = None if self._epochs.members else make_gather(self.dataset)
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
         if repeat and self._orders.size == 0:
@@ -204,7 +210,7 @@ class IndexedIterator(Iterator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._gather = make_gather(self.dataset)
+        self._gather = None if self._epochs.members else make_gather(self.dataset)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
@@ -223,12 +229,19 @@ class IndexedIterator(Iterator):
         epoch, position = serializer("epoch", self.epoch), serializer("position", self.current_position)
         is_new_epoch = serializer("is_new_epoch", self.is_new_epoch)
         previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
+        marks = serializer("order", orders.marks(epoch, position) if saving else None)
         if saving:
             return
-        self.epoch, self.current_position, self.is_new_epoch = epoch, position, is_new_epoch
-        self.epoch_detail, self.previous_epoch_detail = epoch + position / size if size else 0.0, previous
         given = orders.seed
         orders.begin(seed, earlier, first)
+        if marks is not None and marks != orders.marks(epoch, position):
+            raise ValueError(
+                f"iterator {self.name!r} has another order than in the saved run, which had taken {position} examples of "
+                "this epoch: some would come twice, others never. Resume with the same shuffle and order_sampler, or from a "
+                "snapshot of the end of an epoch"
+            )
+        self.epoch, self.current_position, self.is_new_epoch = epoch, position, is_new_epoch
+        self.epoch_detail, self.previous_epoch_detail = epoch + position / size if size else 0.0, previous
         if given is not None and given != seed:
             current_seed, order = orders.key_of(epoch)
             orders.begin(given, (current_seed, order + (position > 0)), first)
@@ -268,12 +281,17 @@ class SerialIterator(IndexedIterator):
     """
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
-        dataset = self.dataset
+        dataset, examples = self.dataset, []
         if not self._seeds_examples:
-            return Batch([dataset[index] for _, indices in segments for index in indices.tolist()])
-        examples = []
+            for (_, order), indices in segments:
+                if self._epochs.members:
+                    self._epochs.tell(order)
+                examples += [dataset[index] for index in indices.tolist()]
+            return Batch(examples)
         with preserve_host_rng():
             for order_key, indices in segments:
+                if self._epochs.members:
+                    self._epochs.tell(order_key[1])
                 for index, key in zip(indices.tolist(), example_keys(*order_key, indices), strict=True):
                     set_seed(key)
                     try:
@@ -287,10 +305,11 @@ class SerialIterator(IndexedIterator):
 class _EpochOrders:
     """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last ones are kept."""
 
-    def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None, seed: int | None) -> None:
-        self._dataset_size, self._shuffle, self._sampler = dataset_size, shuffle, sampler
+    def __init__(self, dataset: Dataset, shuffle: bool, sampler: OrderSampler | None, seed: int | None) -> None:
+        self._dataset, self._shuffle, self._sampler = dataset, shuffle, sampler
         self.begin(seed, (seed, 0), 0)
-        self.size, self._block_size = dataset_size, _BLOCK_SIZE
+        self.size = self._dataset_size = size_of(dataset)
+        self._block_size = _BLOCK_SIZE
         if sampler is None:
             return
         _check_sampler(sampler)
@@ -301,10 +320,17 @@ class _EpochOrders:
             )
             raise ValueError(
                 "an order sampler is a pure function of (seed, epoch, size), since workers and resumed runs call it again; "
-                f"called twice with (0, 0, {dataset_size}), {_name_of(sampler)} gave [{shown}] and "
+                f"called twice with (0, 0, {self._dataset_size}), {_name_of(sampler)} gave [{shown}] and "
                 f"[{shown_again}]. Draw from a generator made in it, such as np.random.default_rng((seed, epoch))"
             )
         self.size, self._block_size = len(order), max(len(order), 1)
+
+    def marks(self, epoch: int, position: int) -> int | None:
+        """Return a digest of the last indices before a position, by which a resumed run knows the order again."""
+        if position == 0:
+            return None
+        start = max(position - _MARKED, position - 1 - (position - 1) % self._block_size)
+        return digest(np.ascontiguousarray(self.segment(epoch, start, position)[1], "<i8"))
 
     def begin(self, seed: int | None, earlier: tuple[int | None, int], first: int) -> None:
         """Set the seed, the one that an order begun before a resume keeps and up to which order, and that of epoch 0."""
@@ -325,6 +351,11 @@ class _EpochOrders:
         for key, first, last, block in self.blocks:
             if key[1] == order and first <= start and stop <= last:
                 return key, block[start - first : stop - first]
+        if (size := size_of(self._dataset)) != self._dataset_size:
+            raise ValueError(
+                f"the dataset had {self._dataset_size} examples when its iterator was made, and now has {size}: "
+                "data that grow or shrink are for a DataLoader, whose passes are as long as the data are then"
+            )
         key = self.key_of(epoch)
         first = start - start % self._block_size
         last = min(self.size, first + self._block_size)

@@ -398,12 +398,11 @@ class BatchIndices:
 
     def mark(self) -> None:
         """Note where the iterators stand, before an update."""
-        self._marks = {
-            name: (iterator, iterator.batch_end() if isinstance(iterator, IndexedIterator) else None, _position(iterator))
-            for name, iterator in self._iterators().items()
-        }
-        for passes in self._passes.values():
-            passes.begin()
+        self._marks = {}
+        for name, iterator in self._iterators().items():
+            begin = iterator.batch_end if isinstance(iterator, IndexedIterator) else lambda: None
+            passes = self._passes.get(id(iterator))
+            self._marks[name] = (iterator, begin() if passes is None else passes.begin(), _position(iterator))
 
     def taken(self, *, is_undone: bool = False) -> dict[str, Any]:
         """Return what was taken since the mark, by the name of the iterator.
@@ -416,7 +415,7 @@ class BatchIndices:
         for name, (iterator, batch_end, before) in self._marks.items():
             after, indices = _position(iterator), None
             if id(iterator) in self._passes:
-                indices = self._passes[id(iterator)].between(before, after)
+                indices = self._passes[id(iterator)].since(batch_end)
             elif isinstance(iterator, IndexedIterator) and is_undone:
                 batches = islice(copy.copy(iterator).iterate_segments(), self._accumulate)
                 indices = [index for batch in batches for _, segment in batch for index in segment.tolist()]
@@ -438,7 +437,7 @@ class _LoaderPasses:
     def __init__(self, iterator: LoaderIterator) -> None:
         self._iterator = iterator
         self._passes: list[list[Any]] = []
-        self._first_epoch: int | None = None  # of the first pass that was noted
+        self._first: int | None = None  # the number of the first pass that was noted
         sampler, cls = iterator.loader.batch_sampler, type(iterator.loader.batch_sampler)
 
         def iterate(sampler: Any) -> Iterator[Any]:
@@ -447,30 +446,32 @@ class _LoaderPasses:
             for earlier in self._passes[-3:-2]:  # an update takes from two of them at most
                 earlier.clear()
             for batch in cls.__iter__(sampler):
-                drawn.append(batch)
+                drawn.append(list(batch))  # a sampler may use its list again
                 yield batch
 
         # A DataLoader takes no other sampler later, so that the class of the one that it has is replaced.
         sampler.__class__ = type(cls.__name__, (cls,), {"__iter__": iterate, "__module__": cls.__module__})
 
-    def begin(self) -> None:
-        if self._first_epoch is None:
-            self._first_epoch = self._iterator.epoch
+    def begin(self) -> tuple[int, int]:
+        """Return the number of the pass in which the iterator is, and how many batches of it were returned."""
+        at = self._iterator.place_in_passes
+        self._first = at[0] if self._first is None else self._first
+        return at
 
-    def between(self, before: tuple[int, int], after: tuple[int, int]) -> list[int] | None:
-        """Return the indices between two positions; ``None`` where it is not certain which pass they were drawn for."""
-        size, indices = self._iterator.progress[2], list[int]()
-        epoch, position = before
+    def since(self, before: tuple[int, int]) -> list[int] | None:
+        """Return the indices from a place on; ``None`` where it is not certain which pass they were drawn for."""
+        after, indices = self._iterator.place_in_passes, list[int]()
+        number, position = before
         last = after[0] if after[1] else after[0] - 1
-        if self._first_epoch is None or size is None or len(self._passes) != last - self._first_epoch + 1:
+        if self._first is None or len(self._passes) != last - self._first + 1:
             return None
-        while (epoch, position) < after:
-            end = after[1] if epoch == after[0] else size
-            for batch in self._passes[epoch - self._first_epoch][position:end]:
+        while (number, position) < after:
+            drawn = self._passes[number - self._first]
+            for batch in drawn[position : after[1]] if number == after[0] else drawn[position:]:
                 if not all(isinstance(index, Integral) for index in batch):
                     return None
                 indices += map(int, batch)
-            epoch, position = epoch + 1, 0
+            number, position = number + 1, 0
         return indices
 
 

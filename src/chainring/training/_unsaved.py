@@ -7,7 +7,6 @@ differ where the bits differ.
 from __future__ import annotations
 
 import itertools
-import random
 import re
 import sys
 import time
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from chainring._callables import defined_by, is_taken_apart, references
 from chainring._naming import unwrap
 from chainring._progress import Trainer
+from chainring._random import GENERATORS, generator_state
 from chainring.serializers.protocol import has_state
 
 Attributes = dict[str, str]
@@ -33,7 +33,6 @@ _MAX_WRITTEN = 4  # elements up to which a tensor is written out
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _ARRAYS = (Tensor, np.ndarray)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _NOT_WALKED = (type, ModuleType, BuiltinMethodType)
 _DISPLAYS = frozenset({"tqdm", "rich", "wandb", "mlflow", "tensorboard", "matplotlib", "optuna", "logging"})
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ITEMS, _MAX_BYTES = 8, 20_000, 100, 2**26
@@ -200,8 +199,8 @@ class _Walk:
         if depth > _MAX_DEPTH or len(self._visited) > _MAX_OBJECTS:
             return
         self._visited[id(value)] = value
-        if isinstance(value, _GENERATORS):
-            self._record(path, f"a {type(value).__name__} in state {checksum(_state_of(value))}", "user")
+        if isinstance(value, GENERATORS):
+            self._record(path, f"a {type(value).__name__} in state {checksum(generator_state(value))}", "user")
         elif isinstance(value, torch.optim.Optimizer):
             if id(value) not in self._saved:
                 self._record(path, f"an optimizer in state {checksum(value.state_dict())}", "user")
@@ -294,9 +293,3 @@ def _is_named(words: frozenset[str], path: str) -> bool:
     """Return whether the last name of a path contains one of these words, such as ``time`` in ``start_time``."""
     name = re.split(r"[.']", _INDEX.sub("", path).removesuffix("'"))[-1]
     return not words.isdisjoint(name.lower().split("_"))
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()

@@ -1,0 +1,178 @@
+"""What the order of a loader is made of: the samplers, datasets and functions in it, with their epochs and generators.
+
+One that has another container, attribute or generator is one name more here, and one line in the forms of
+``tests/contracts/test_orders_of_loaders.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, Dataset, Sampler, SequentialSampler
+from torch.utils.data.dataloader import _InfiniteConstantSampler
+
+from chainring._random import GENERATORS, digest
+from chainring.datasets._batches import Batch
+from chainring.datasets.base import DatasetMixin
+from chainring.serializers.protocol import has_state
+
+_ATTRIBUTES = (
+    "sampler",
+    "batch_sampler",
+    "dataset",
+    "datasets",
+    "collate_fn",
+    "base_dataloader",
+)  # what a pass goes through
+_TRANSFORMS = ("transform", "target_transform", "transforms")
+_SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
+
+
+def members_of(source: Any, *, is_loader: bool = False) -> list[Any]:
+    """Return a dataset or loader and all in it that may decide on the order or content of a pass, the innermost first."""
+    members: list[Any] = []
+    seen: set[int] = set()
+
+    def add(value: Any) -> None:
+        if id(value) not in seen:
+            seen.add(id(value))
+            for inner in _contents_of(value, is_loader and value is source):
+                add(inner)
+            members.append(value)
+
+    add(source)
+    return members
+
+
+def _contents_of(value: Any, is_loader: bool) -> list[Any]:
+    """Return what an object goes through or calls; the properties of a dataset may open files, and are left alone."""
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    attributes = getattr(value, "__dict__", {})
+    if is_loader:
+        attributes = {name: getattr(value, name, None) for name in _ATTRIBUTES} | attributes
+    inner: list[Any] = []
+    for name, item in attributes.items():
+        if name in _ATTRIBUTES or name in _TRANSFORMS or isinstance(item, (Dataset, Sampler, DatasetMixin)):
+            several = list(item.values()) if isinstance(item, dict) else item
+            inner += several if isinstance(several, (list, tuple)) and name[-1] == "s" else [item]
+    return inner
+
+
+def refuse_labels(members: Iterable[Any]) -> None:
+    """Refuse a container of torch's over a column of pandas, whose indices are labels and not positions."""
+    for member in members:
+        inner = _contents_of(member, False) if type(member).__module__.startswith("torch.utils.data") else []
+        for item in inner:
+            if hasattr(type(item), "iloc"):
+                raise TypeError(
+                    f"a {type(member).__name__} asks its data by position, and the index of a {type(item).__name__} of "
+                    "pandas has labels, which are other rows once it was sorted or filtered; give it .to_numpy()"
+                )
+
+
+class Epochs:
+    """Tells all that has ``set_epoch`` of each epoch; iterators that take turns over one dataset tell it again.
+
+    A container comes after its contents, to which it may give another number.
+    """
+
+    _last: Any = None  # who told last, of all iterators of this process
+
+    def __init__(self, members: Iterable[Any]) -> None:
+        self.members = [
+            item for item in members if callable(getattr(item, "set_epoch", None)) and not isinstance(item, type)
+        ]
+        self._told: Any = None
+
+    def tell(self, epoch: int) -> None:
+        if self._told is None or Epochs._last is not self._told or epoch != self._told[0]:
+            Epochs._last = self._told = [epoch]  # a new list, which is its own
+            for member in self.members:
+                member.set_epoch(epoch)
+
+
+def generators_of(members: Iterable[Any]) -> list[Any]:
+    """Return the generators that the members have as attributes, whose states differ from pass to pass."""
+    values = [value for member in members for value in getattr(member, "__dict__", {}).values()]
+    return list({id(value): value for value in values if isinstance(value, GENERATORS)}.values())
+
+
+def sampler_gap(loader: Any) -> str | None:
+    """Return what the state of a torchdata loader lacks of its order, if it lacks something.
+
+    Without the state of a sampler it skips as many indices of a new order as were drawn of the old one.
+    """
+    if not _is_torchdatas(loader):
+        return None
+    outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    inner = outer.sampler if isinstance(outer, BatchSampler) else outer
+    is_kept = has_state(outer) or isinstance(inner, (SequentialSampler, _InfiniteConstantSampler))
+    if is_kept or ((outer is inner or _is_torchdatas(outer)) and (_is_torchdatas(inner) or has_state(inner))):
+        return None
+    return f"the position of its {type(inner).__name__}"
+
+
+def _is_torchdatas(value: Any) -> bool:
+    return type(value).__module__.startswith("torchdata.")
+
+
+# --- the content of a batch, by which it is known again ---
+
+Marks = list[list[int]]
+"""Of each array of a batch: how often it was changed in place, a digest, and 1 if it has floats."""
+
+
+def contents(batch: Batch, *, sampled: bool = False, reads_devices: bool = False) -> Iterator[tuple[Any, bytes]]:
+    """Yield the tensors, arrays and plain values of a batch, with their bytes; or samples of what is on the host."""
+    leaves = tree_leaves([*batch] if batch.columns is None else batch.columns)
+    leaves = [item for leaf in leaves for item in (tree_leaves(vars(leaf)) if _has_fields(leaf) else [leaf])]
+    for leaf in leaves[:_SAMPLED_ARRAYS] if sampled else leaves:
+        if isinstance(leaf, (int, float, str, bytes)):
+            yield leaf, repr(leaf).encode()
+            continue
+        is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta"
+        if not is_tensor and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
+            continue
+        if is_tensor and sampled and not reads_devices and leaf.device.type != "cpu":
+            continue
+        flat = leaf.detach().reshape(-1) if is_tensor else leaf.reshape(-1)
+        sample = flat[:: -(-len(flat) // _SAMPLED_NUMBERS) or 1] if sampled else flat
+        content = (sample.cpu().clone().view(torch.uint8).numpy() if is_tensor else sample).tobytes()
+        yield leaf, f"{leaf.dtype}{tuple(leaf.shape)}".encode() + content
+
+
+def _has_fields(leaf: Any) -> bool:
+    return hasattr(leaf, "__dict__") and not isinstance(leaf, (torch.Tensor, np.ndarray, type))
+
+
+def marks_of(batch: Batch) -> Marks:
+    """Return by what a batch is known again in another run: samples of its arrays, read from the device too."""
+    marks = []
+    for leaf, content in contents(batch, sampled=True, reads_devices=True):
+        has_floats = isinstance(leaf, float) or "float" in str(getattr(leaf, "dtype", ""))
+        version = 0 if not isinstance(leaf, torch.Tensor) or leaf.is_inference() else leaf._version
+        marks.append([version, digest(content), int(has_floats)])
+    return marks
+
+
+def find_difference(saved: Marks, marks: Marks) -> str | None:
+    """Return what differs between a batch and its saved marks: ``"examples"``, or ``"numbers"`` of the same examples.
+
+    A tensor that the update has changed in place says nothing. Where other arrays than floats agree, so do the examples.
+    """
+    if len(saved) != len(marks):
+        return "examples"
+    pairs = [(old, new) for old, new in zip(saved, marks, strict=True) if old[0] == new[0]]
+    differ = [old[2] for old, new in pairs if old[1:] != new[1:]]
+    if not differ:
+        return None
+    return "numbers" if all(differ) and not all(old[2] for old, _ in pairs) else "examples"
