@@ -12,8 +12,6 @@ from numbers import Rational
 from types import FunctionType
 from typing import Any, TypeAlias
 
-from chainring._messages import warn
-
 Trainer: TypeAlias = Any
 """A `chainring.training.Trainer`, for the annotations of what a trainer is made of, which cannot import it."""
 UNITS = ("iteration", "epoch")
@@ -40,11 +38,8 @@ def check_epoch_period(updater: Any, period: Fraction) -> None:
             f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the "
             f'{type(iterator).__name__} has none. {remedy}, or use whole epochs or "iteration"'
         )
-    if not (has_fractions or progress is not None or tells("epoch")):
-        warn(
-            f"a trigger in epochs never fires: {type(iterator).__name__} sets neither epoch nor epoch_detail. Let its "
-            '__next__ count epochs, or use "iteration"'
-        )
+    if progress is None and hasattr(iterator, "check_counters"):
+        iterator.check_counters()
 
 
 def find_main_iterator(updater: Any) -> Any:

@@ -214,12 +214,13 @@ def test_a_dataset_of_another_size_is_refused_on_resume(size):
 
 @pytest.mark.parametrize("shuffles", [(True, False), (False, True)])
 def test_shuffling_is_a_setting_that_may_change_on_resume(shuffles):
-    """Neither direction fails for want of a saved order."""
+    """From the end of an epoch on; neither direction fails for want of a saved order."""
     iterator = SerialIterator(list(range(4)), 2, shuffle=shuffles[0], seed=1)
+    next(iterator)
     next(iterator)
     resumed = SerialIterator(list(range(4)), 2, shuffle=shuffles[1], seed=1)
     resumed.load_state_dict(iterator.state_dict())
-    assert list(next(resumed)) == ([2, 3] if shuffles[0] else epoch_order(1, 0, 4).tolist()[2:])
+    assert list(next(resumed)) == ([0, 1] if shuffles[0] else epoch_order(1, 1, 4).tolist()[:2])
 
 
 def test_an_empty_dataset_ends_at_once_without_repeat():

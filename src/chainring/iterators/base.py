@@ -13,6 +13,7 @@ import torch
 
 from chainring._checks import is_integer
 from chainring._distributed.virtual_ranks import block_of
+from chainring._messages import warn
 from chainring._random import Indices
 from chainring.converters import Converter
 from chainring.datasets._batches import Batch as Batch
@@ -99,6 +100,14 @@ class Iterator(Stateful):
         own |= vars(self)
         codes = [value.__code__ for value in own.values() if isinstance(value, FunctionType)]
         return counter in own or any(counter in code.co_names for code in codes)
+
+    def check_counters(self) -> None:
+        """Warn, for a trigger in epochs, of an iterator that does not count them."""
+        if not (self.tells("epoch") or self.tells("epoch_detail")):
+            warn(
+                f"a trigger in epochs never fires: {type(self).__name__} sets neither epoch nor epoch_detail. Let its "
+                '__next__ count epochs, or use "iteration"'
+            )
 
     def __iter__(self) -> Self:
         return self

@@ -362,7 +362,8 @@ class LoaderIterator(Iterator):
             states = comm.gather_object((saved.position.generators, saved.marks["0"]))
             generators = {str(rank): state for rank, (state, _) in enumerate(states)}
             marks = {str(rank): mark for rank, (_, mark) in enumerate(states)}
-            saved = saved._replace(position=saved.position._replace(generators=generators), marks=marks)
+            position = Position(*saved.position[:2], generators, *saved.position[3:])
+            saved = _Saved(position, *saved[1:4], marks)
         return saved
 
     def _check(self, saved: _Saved) -> None:

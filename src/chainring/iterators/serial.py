@@ -229,7 +229,7 @@ class IndexedIterator(Iterator):
         epoch, position = serializer("epoch", self.epoch), serializer("position", self.current_position)
         is_new_epoch = serializer("is_new_epoch", self.is_new_epoch)
         previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
-        marks = serializer("order", orders.marks(epoch, position) if saving else None)
+        marks = serializer("order", orders.marks(epoch, position) if saving and position else None)
         if saving:
             return
         given = orders.seed
@@ -325,10 +325,8 @@ class _EpochOrders:
             )
         self.size, self._block_size = len(order), max(len(order), 1)
 
-    def marks(self, epoch: int, position: int) -> int | None:
+    def marks(self, epoch: int, position: int) -> int:
         """Return a digest of the last indices before a position, by which a resumed run knows the order again."""
-        if position == 0:
-            return None
         start = max(position - _MARKED, position - 1 - (position - 1) % self._block_size)
         return digest(np.ascontiguousarray(self.segment(epoch, start, position)[1], "<i8"))
 
