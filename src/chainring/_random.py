@@ -239,8 +239,9 @@ def _accelerator() -> Any:
     return device if getattr(device, "is_initialized", lambda: True)() else None
 
 
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-"""The classes of generators that a script may have beside the global ones."""
+def is_generator(value: Any) -> bool:
+    """Return whether this is a generator that a script may have beside the global ones."""
+    return isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator))
 
 
 def generator_state(generator: Any) -> Any:

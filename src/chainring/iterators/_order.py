@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Dataset, Sampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from chainring._random import GENERATORS, digest
+from chainring._random import digest, is_generator
 from chainring.datasets._batches import Batch
 from chainring.datasets.base import DatasetMixin
 from chainring.serializers.protocol import has_state
@@ -103,7 +103,7 @@ class Epochs:
 def generators_of(members: Iterable[Any]) -> list[Any]:
     """Return the generators that the members have as attributes, whose states differ from pass to pass."""
     values = [value for member in members for value in getattr(member, "__dict__", {}).values()]
-    return list({id(value): value for value in values if isinstance(value, GENERATORS)}.values())
+    return list({id(value): value for value in values if is_generator(value)}.values())
 
 
 def sampler_gap(loader: Any) -> str | None:

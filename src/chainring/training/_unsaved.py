@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from chainring._callables import defined_by, is_taken_apart, references
 from chainring._naming import unwrap
 from chainring._progress import Trainer
-from chainring._random import GENERATORS, generator_state
+from chainring._random import generator_state, is_generator
 from chainring.serializers.protocol import has_state
 
 Attributes = dict[str, str]
@@ -199,7 +199,7 @@ class _Walk:
         if depth > _MAX_DEPTH or len(self._visited) > _MAX_OBJECTS:
             return
         self._visited[id(value)] = value
-        if isinstance(value, GENERATORS):
+        if is_generator(value):
             self._record(path, f"a {type(value).__name__} in state {checksum(generator_state(value))}", "user")
         elif isinstance(value, torch.optim.Optimizer):
             if id(value) not in self._saved:

@@ -31,6 +31,7 @@ from chainring._distributed.sharding import (
 from chainring._distributed.virtual_ranks import TreeSum
 from chainring._messages import warn
 from chainring._naming import unwrap
+from chainring._random import is_generator
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import own_states
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from chainring.training.updaters._virtual import Part
 
 _WATCHED_UPDATES = 2  # of a run
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _GLOBAL_GENERATORS = (np.random.mtrand._rand, random._inst, torch.default_generator)
 _OWN_ATTRIBUTES = frozenset(["_scheme", "comm", "_layouts", "_flags", "_groups"])
 _MAX_DEPTH, _MAX_ITEMS, _MAX_OBJECTS = 12, 100, 20_000
@@ -360,7 +360,7 @@ class ChangeWatch:
 
 def _generators_in(path: str, value: Any, seen: dict[int, Any], depth: int) -> Iterable[tuple[str, Any]]:
     """Yield the random generators that an object refers to, except the global ones, which virtual ranks have seeded."""
-    if isinstance(value, _GENERATORS):
+    if is_generator(value):
         if not any(value is generator for generator in _GLOBAL_GENERATORS):
             yield path, value
         return
