@@ -14,10 +14,12 @@ from chainring import converters, training
 from rank_pair import on_two_ranks
 
 WITH_ACCELERATORS = """
+import types
 import torch
 from torch import nn
 from chainring import converters, iterators, parallel, training
 from chainring.training import extensions
+torch.meta = types.SimpleNamespace(is_initialized=lambda: False)  # the module of such an accelerator, unused
 torch.accelerator.is_available = lambda: True
 torch.accelerator.current_accelerator = lambda: torch.device("meta")
 torch.accelerator.device_count = lambda: 3

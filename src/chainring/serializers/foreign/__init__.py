@@ -218,7 +218,7 @@ class ForeignPlan:
                 f"{self._path}: the saved run had taken {taken} {unit} of an epoch, and {whose} {length}: use the same data "
                 "and the same batch size"
             )
-        if unit == "batches" and taken and (own.get("loader") is not None or own["epoch_length"] != length):
+        if unit == "batches" and taken and (own.get("loader") is not None or own["epoch_length"] not in (None, length)):
             self._report.append(
                 "not loaded: the place in the epoch, because the loader keeps its own; it begins that epoch again"
             )
