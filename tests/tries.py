@@ -1,9 +1,9 @@
 """Tables of tries, for programs that print what was done how often: tests/faults/run.py and tests/distributed/run.py.
 
-Without ``--large``, one try of each row is made. A row has ``name``, ``done``, ``expected``, and ``large``, the number of
-tries; ``make(bench, number, draw, place)`` makes one try and returns its counts, ``has_enough(counts, wanted)`` ends the
-row, ``said(counts)`` puts them into words. A bench is a context that has ``place(name)``, an empty directory, and
-``end()``, which ends what a try that has failed has left.
+Without ``--large``, one try of each row is made, or as many as its ``small`` says. A row has ``name``, ``done``,
+``expected``, and ``large``, the number of tries; ``make(bench, number, draw, place)`` makes one try and returns its counts,
+``has_enough(counts, wanted)`` ends the row, ``said(counts)`` puts them into words. A bench is a context that has
+``place(name)``, an empty directory, and ``end()``, which ends what a try that has failed has left.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main(text, rows, make_bench):
             if arguments.only not in (None, row.name):
                 continue
             began = time.monotonic()
-            wanted = row.large if arguments.large else 1
+            wanted = row.large if arguments.large else getattr(row, "small", 1)
             counts, failures = run_row(bench, row, wanted, arguments.seed, arguments.number)
             failed += failures
             state, seconds, said = "FAILED" if failures else "ok", time.monotonic() - began, row.said(counts)

@@ -30,6 +30,7 @@ class Row:
         counted: the key of the counts that the numbers are of.
         large: how many in ``make faults``.
         attempt: ``attempt(bench, number, draw, place)`` makes one try in an empty directory and returns its counts.
+        small: how many without ``--large``.
         inside: of how many one must have been inside a write; 0 where that is not asked.
     """
 
@@ -40,6 +41,7 @@ class Row:
     large: int
     attempt: Callable
     inside: int = 0
+    small: int = 1
 
     def make(self, bench, number, draw, place):
         """One try, after which no process is left; its counts."""

@@ -17,6 +17,7 @@ import damage
 import data
 import kills
 import partings
+import programs
 import remote_damage
 import remote_kills
 import remote_races
@@ -35,6 +36,7 @@ PARTS = (
     data,
     clock,
     replays,
+    programs,
     partings,
     remote_races,
     remote_kills,
