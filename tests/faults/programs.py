@@ -273,7 +273,7 @@ def passes():
     for epoch in itertools.count():
         batches = getattr(loader, "batch_sampler", None)
         for told in (getattr(loader, "sampler", None), getattr(batches, "sampler", None), getattr(dataset, "dataset", None)):
-            if hasattr(told, "set_epoch"):
+            if hasattr(told, "set_epoch") and not callable(loader):
                 told.set_epoch(epoch)
         yield from loader() if callable(loader) else loader
 
