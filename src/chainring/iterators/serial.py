@@ -229,12 +229,12 @@ class IndexedIterator(Iterator):
         epoch, position = serializer("epoch", self.epoch), serializer("position", self.current_position)
         is_new_epoch = serializer("is_new_epoch", self.is_new_epoch)
         previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
-        marks = serializer("order", orders.marks(epoch, position) if saving and position else None)
+        mark = serializer("order", orders.mark(epoch) if saving and position else None)
         if saving:
             return
         given = orders.seed
         orders.begin(seed, earlier, first)
-        if marks is not None and marks != orders.marks(epoch, position):
+        if mark is not None and mark != orders.mark(epoch):
             raise ValueError(
                 f"iterator {self.name!r} has another order than in the saved run, which had taken {position} examples of "
                 "this epoch: some would come twice, others never. Resume with the same shuffle and order_sampler, or from a "
@@ -325,10 +325,9 @@ class _EpochOrders:
             )
         self.size, self._block_size = len(order), max(len(order), 1)
 
-    def marks(self, epoch: int, position: int) -> int:
-        """Return a digest of the last indices before a position, by which a resumed run knows the order again."""
-        start = max(position - _MARKED, position - 1 - (position - 1) % self._block_size)
-        return digest(np.ascontiguousarray(self.segment(epoch, start, position)[1], "<i8"))
+    def mark(self, epoch: int) -> int:
+        """Return a digest of the first indices of an epoch, by which a resumed run knows its order again."""
+        return digest(np.ascontiguousarray(self.segment(epoch, 0, min(_MARKED, self.size))[1], "<i8"))
 
     def begin(self, seed: int | None, earlier: tuple[int | None, int], first: int) -> None:
         """Set the seed, the one that an order begun before a resume keeps and up to which order, and that of epoch 0."""
