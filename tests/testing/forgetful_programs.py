@@ -139,7 +139,7 @@ def hidden_schedule(out):
     return trainer
 
 
-def loader_without_state(out):
+def loader_with_a_generator(out):
     return build(out, data=Shuffled())
 
 
@@ -148,10 +148,10 @@ def averaging_updater(out):
 
 
 def unsaved_scheduler(out):
-    """Steps a scheduler in an extension that does not save it."""
+    """Steps a scheduler in an extension that cannot save it, because it was registered before."""
     trainer = build(out)
-    scheduler = torch.optim.lr_scheduler.StepLR(trainer.updater.get_optimizer("main"), 3)
     trainer.extend(lambda trainer: scheduler.step(), name="schedule")
+    scheduler = torch.optim.lr_scheduler.StepLR(trainer.updater.get_optimizer("main"), 3)
     return trainer
 
 

@@ -58,13 +58,11 @@ def test_a_scheduler_that_no_one_saves_is_named():
     assert "extensions.schedule, variable 'scheduler'.last_epoch: 4 -> 0" in text
 
 
-def test_a_loader_without_state_is_named():
-    """Its order begins anew, so the batch differs first, and the warning of the resumed run is quoted."""
-    text = difference(programs.loader_without_state)
-    assert "differs first in iteration 5, in the batch" in text
-    assert "a loader without state" in text
-    assert "fetches 1 batches again and skips them" in text
-    assert "updater.iterator:main.loader.rng: a Generator in state" in text
+def test_a_loader_that_draws_from_a_generator_of_its_own_is_exact():
+    """The generator is an attribute of it, and is put back with the first batch."""
+    text = report(programs.loader_with_a_generator)
+    assert "bit for bit the uninterrupted one" in text
+    assert "loader.rng" not in text
 
 
 def test_what_an_updater_forgets_is_named():

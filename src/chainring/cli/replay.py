@@ -177,7 +177,7 @@ class RecordedRun:
             replayed["notes"].append(
                 f"The run was one of {origin['ranks']} ranks: one process computes the same examples with other last bits"
             )
-        if comparison is not None and comparison["unchecked"] is not None:
+        if comparison is not None and comparison["unchecked"] is not None and "capture" not in settings:
             replayed["notes"].append(f"Not checked: {UNCHECKED.format(comparison['unchecked'])}")
         starts: list[Mapping[str, Any]] = []  # that computed the iterations, in their order
         iteration = until

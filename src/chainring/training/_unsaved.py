@@ -24,6 +24,7 @@ from chainring._callables import defined_by, is_taken_apart, references
 from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring._random import generator_state, is_generator
+from chainring.iterators._order import generators_of, members_of
 from chainring.serializers.protocol import has_state
 
 Attributes = dict[str, str]
@@ -127,7 +128,10 @@ def attributes_of(trainer: Trainer, stop_trigger: Any = None) -> Attributes:
     for entry in trainer.entries:
         roots |= {f"extensions.{entry.name}": entry.extension, f"extensions.{entry.name}.trigger": entry.trigger}
     roots["stop_trigger"] = trainer.stop_trigger if stop_trigger is None else stop_trigger
-    walk = _Walk(models.values(), updater.get_all_optimizers().values(), [trainer, *roots.values()])
+    loaders = [getattr(iterator, "loader", None) for iterator in updater.get_all_iterators().values()]
+    generators = [item for loader in loaders for item in generators_of(members_of(loader, is_loader=True))]
+    saved = [*updater.get_all_optimizers().values(), *generators]  # these are put back with the first batch of a resumed run
+    walk = _Walk(models.values(), saved, [trainer, *roots.values()])
     for path, root in roots.items():
         walk.visit(path, root, is_root=True)
     return walk.attributes
@@ -179,10 +183,10 @@ def remedy(path: str, text: str) -> str:
 class _Walk:
     """A walk through objects, each once, that records plain values, arrays and random generators."""
 
-    def __init__(self, models: Iterable[nn.Module], optimizers: Iterable[Any], roots: Iterable[Any]) -> None:
+    def __init__(self, models: Iterable[nn.Module], saved: Iterable[Any], roots: Iterable[Any]) -> None:
         self.attributes: Attributes = {}
         self._saved = {id(module) for model in models if isinstance(model, nn.Module) for module in model.modules()}
-        self._saved |= set(map(id, optimizers))
+        self._saved |= set(map(id, saved))
         self._visited: dict[int, Any] = {}  # kept alive, so that no id is given out twice
         self._roots = set(map(id, roots))  # each has a path of its own
         self._bytes_left = _MAX_BYTES
@@ -200,7 +204,8 @@ class _Walk:
             return
         self._visited[id(value)] = value
         if is_generator(value):
-            self._record(path, f"a {type(value).__name__} in state {checksum(generator_state(value))}", "user")
+            if id(value) not in self._saved:
+                self._record(path, f"a {type(value).__name__} in state {checksum(generator_state(value))}", "user")
         elif isinstance(value, torch.optim.Optimizer):
             if id(value) not in self._saved:
                 self._record(path, f"an optimizer in state {checksum(value.state_dict())}", "user")
