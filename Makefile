@@ -57,14 +57,14 @@ check: install  ## what CI runs besides the tests: style, types, packages, pages
 	$(MAKE) --jobs 2 --output-sync=target .faults .ranks
 	$(BIN)/python benchmarks/gate.py
 
-.faults: install
-	$(BIN)/python tests/faults/run.py
+.faults: $(VENV)/.libraries  # of whose optimizers random programs are made
+	$(VENV)/libraries/bin/python tests/faults/run.py
 
 .ranks: install
 	$(BIN)/python tests/distributed/run.py
 
-faults: install  ## kills, signals, damage, lost ranks, in large numbers
-	$(BIN)/python tests/faults/run.py --large
+faults: $(VENV)/.libraries  ## kills, signals, damage, random programs, lost ranks, in large numbers
+	$(VENV)/libraries/bin/python tests/faults/run.py --large
 	$(BIN)/python tests/distributed/run.py --large
 
 lint: install  ## style and types

@@ -199,10 +199,6 @@ OPTIMIZERS = {
         "schedulefree.AdamWScheduleFree({parameters}, lr=0.01)",
         "schedulefree.SGDScheduleFree({parameters}, lr=0.05)",
     ],
-    "timm": [
-        "timm.optim.create_optimizer_v2(model, 'lamb', lr=0.01)",
-        "timm.optim.create_optimizer_v2(model, 'adopt', lr=0.01)",
-    ],
     "bitsandbytes": ["bitsandbytes.optim.AdamW8bit({parameters}, lr=0.01, min_8bit_size=1)"],
 }
 PARAMETERS = ["model.parameters()", "[{'params': model[0].parameters(), 'lr': 0.02}, {'params': model[2].parameters()}]"]
