@@ -1,7 +1,9 @@
 """LoaderIterator: the same pass again, for evaluations and for runs that are resumed."""
 
 import random
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
@@ -183,3 +185,44 @@ def test_workers_of_a_loader_neither_disturb_generators_nor_change_the_batches_o
         assert firsts(again, 2) == taken[1:]
     iterator.finalize()
     again.finalize()
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        self.random = np.random.default_rng(5)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.random.normal()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5, 7])
+def test_a_generator_that_an_evaluation_shares_goes_on_where_training_was(cut):
+    """An evaluation begins with the state that the generator had at first, and restores the one that it finds."""
+
+    def iterators_over(data):
+        return LoaderIterator(DataLoader(data, 4)), LoaderIterator(DataLoader(data, 4), repeat=False)
+
+    def run(pair, start, stop):
+        train, test = pair
+        batches = []
+        for number in range(start, stop):
+            batches.append(next(train).columns.tolist())
+            if number % 2 == 0:
+                test.reset()
+                batches += [batch.columns.tolist() for batch in test]
+        return batches
+
+    pair = iterators_over(Noisy())
+    run(pair, 0, cut)
+    states = [iterator.state_dict() for iterator in pair]
+    after = run(pair, cut, 10)
+    resumed = iterators_over(Noisy())
+    for iterator, state in zip(resumed, states, strict=True):
+        iterator.load_state_dict(state)
+    with pytest.warns(UserWarning, match="fetches") if cut % 6 else nullcontext():
+        assert run(resumed, cut, 10) == after

@@ -133,6 +133,70 @@ def weights_of(trainer):
     return [parameter.tolist() for parameter in trainer.updater.get_model("main").parameters()]
 
 
+class Holding(training.Extension):
+    """An extension of the script that keeps a loss, and has no serialize."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+    def __call__(self, trainer):
+        pass
+
+
+class Observing(Holding):
+    """It has a state of its own, which is not that of the loss."""
+
+    calls = 0
+
+    def serialize(self, serializer):
+        self.calls = serializer("calls", self.calls)
+
+
+def evaluating(loss):
+    torch.manual_seed(1)
+    test = iterators.SerialIterator(
+        TupleDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.long)), 4, repeat=False, shuffle=False
+    )
+    return extensions.Evaluator(test, nn.Linear(4, 3), loss_func=loss)
+
+
+@pytest.mark.parametrize("holder", [Holding, Observing, evaluating])
+@pytest.mark.parametrize("form", [Counting, lambda: Centre().of_model])
+def test_the_state_of_a_loss_is_saved_though_an_extension_holds_it_too(tmp_path, form, holder):
+    """An Evaluator is given the loss that is trained with; that it has it does not mean that it saves it."""
+
+    def run(name, *stops):
+        for stop in stops:
+            loss = form()
+            trainer = made(tmp_path / name, loss, stop, (holder(loss), (1, "iteration")))
+            trainer.run()
+        return weights_of(trainer)
+
+    assert run("cut", CUT, STOP) == run("whole", STOP)
+
+
+class Stepping(training.Extension):
+    """An extension of the script that holds a scheduler, and declares no state."""
+
+    def __init__(self, optimizer):
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+    def __call__(self, trainer):
+        self.scheduler.step()
+
+
+def test_an_extension_without_a_state_of_its_own_is_looked_into(tmp_path):
+    """Its class inherits a serialize that saves nothing."""
+
+    def run(name, *stops):
+        for stop in stops:
+            trainer = made(tmp_path / name, plain_loss, stop, (Stepping, None))
+            trainer.run()
+        return weights_of(trainer)
+
+    assert run("cut", CUT, STOP) == run("whole", STOP)
+
+
 @pytest.mark.parametrize("rehearses", [False, True])
 @pytest.mark.parametrize("form", LOSSES)
 def test_the_state_of_a_loss_is_resumed_exactly_wherever_the_function_has_it(tmp_path, form, rehearses):

@@ -278,10 +278,11 @@ class LoaderIterator(Iterator):
     # --- going back ---
 
     def reset(self) -> None:
-        self._restart(self._returned.passes, self._returned.current_generators)  # before the batch that was read ahead
+        # Before the batch that was read ahead. Without repeat, each pass restores the generators, which others may share.
+        self._restart(self._returned.passes, self._returned.current_generators if self.repeat else None)
 
     def rewind(self) -> None:
-        self._restart(0, self._passes.initial_generators if self.repeat else self._returned.current_generators)
+        self._restart(0, self._passes.initial_generators if self.repeat else None)
 
     def _restart(self, number: int, generators: dict[str, Any] | None) -> None:
         self._passes.restart(number, generators)

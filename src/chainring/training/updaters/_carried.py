@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from chainring._callables import defined_by, is_taken_apart, references
+from chainring._distributed.sharding import to_local
 from chainring._progress import Trainer
 from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
     Serializer,
+    Stateful,
     has_state,
     own_states,
     serialize_method,
@@ -42,8 +44,9 @@ class Carried:
 
     def __init__(self, function: Any, *, is_visited: bool = False) -> None:
         given: list[tuple[str, Any]] = [("", function)]
-        if is_visited and _has_own_state(function):
-            attributes = vars(function) if defined_by(type(function)) == "library" else {}
+        is_of_the_library = defined_by(type(function)) == "library" and not is_taken_apart(function)
+        if is_visited and (is_of_the_library or _has_own_state(function)):
+            attributes = getattr(function, "__dict__", {}) if is_of_the_library else {}
             given = [(name, item) for name, item in attributes.items() if _is_of_the_script(item)]
         self.objects = {path: obj for name, item in given for path, obj in _find(name, item, {})}
         self._initial = {path: _fingerprints(obj) for path, obj in self.objects.items() if isinstance(obj, nn.Module)}
@@ -139,7 +142,10 @@ def _is_of_the_script(value: Any) -> bool:
 
 def _has_own_state(value: Any) -> bool:
     with suppress(TypeError):  # a serialize that may be for something else
-        return serialize_method(value) is not None or has_state(value)
+        method = serialize_method(value)
+        if getattr(method, "__func__", None) is Stateful.serialize:  # which saves nothing
+            return False
+        return method is not None or has_state(value)
     return False
 
 
@@ -156,11 +162,12 @@ def _fingerprints(module: nn.Module) -> dict[str, Any]:
 @torch.no_grad()
 def _fingerprint(tensor: Tensor) -> Any:
     try:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        local = to_local(tensor)
+        real = torch.view_as_real(local) if local.is_complex() else local
         bits = real.view(_BITS[real.element_size()]).reshape(len(real) if real.ndim else 1, -1)
         sums = (bits.sum(dim, dtype=torch.int64) for dim in (0, 1))  # weighted by position, since a queue may turn
         weighted = [int((torch.arange(1, len(each) + 1, device=each.device) * each).sum()) for each in sums]
-        return tensor.dtype, tuple(tensor.shape), weighted
+        return tensor.dtype, tuple(local.shape), weighted
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return id(tensor)
 
@@ -182,7 +189,7 @@ def save_carried(
     updater = trainer.updater
     objects = [trainer, updater, *updater.get_all_iterators().values(), *updater.get_all_optimizers().values()]
     parts = [part for entry in trainer.entries for part in (entry.extension, entry.trigger)]
-    objects += [*parts, *(item for part in parts if _has_own_state(part) for item in getattr(part, "__dict__", {}).values())]
+    objects += [*parts, *(getattr(part, "scheduler", None) for part in parts if defined_by(type(part)) == "library")]
     objects += [*updater.get_all_models().values(), *getattr(serializer, "visited", list)()]
     modules = [module for obj in objects if isinstance(obj, nn.Module) for module in obj.modules()]
     tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
