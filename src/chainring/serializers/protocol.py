@@ -220,8 +220,8 @@ class DictionarySerializer(Serializer):
         return value
 
     def visited(self) -> list[Any]:
-        """Return the objects that have saved something."""
-        return [obj for obj, _ in self._owners.values()]
+        """Return the objects that have saved something, each once."""
+        return list({id(obj): obj for obj, _ in self._owners.values()}.values())
 
     def _visit_entries(self, module: Any, own: list[tuple[str, Any]]) -> None:
         entries = state_entries(module)

@@ -186,12 +186,15 @@ def save_carried(
     serializer: Serializer, carried: Mapping[str, Carried], trainer: Trainer, *, is_whole: bool = False
 ) -> None:
     """Save what functions carry, as far as nothing else has been saved with it."""
+    if not carried:
+        return
     updater = trainer.updater
     objects = [trainer, updater, *updater.get_all_iterators().values(), *updater.get_all_optimizers().values()]
     parts = [part for entry in trainer.entries for part in (entry.extension, entry.trigger)]
     objects += [*parts, *(getattr(part, "scheduler", None) for part in parts if defined_by(type(part)) == "library")]
     objects += [*updater.get_all_models().values(), *getattr(serializer, "visited", list)()]
-    modules = [module for obj in objects if isinstance(obj, nn.Module) for module in obj.modules()]
+    models = {id(obj): obj for obj in objects if isinstance(obj, nn.Module)}
+    modules = {id(module): module for model in models.values() for module in model.modules()}.values()
     tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
     elsewhere = set(map(id, [*objects, *modules, *tensors]))
     for key, item in carried.items():
