@@ -50,12 +50,11 @@ def test_other_datasets_ask_by_position_too(name):
     assert sorted(y for _, test in get_cross_validation_datasets(column, 2) for y in test) == sorted(values)
 
 
-@every_table
-@pytest.mark.parametrize("iterator", [SerialIterator, MultiprocessIterator])
-def test_iterators_ask_by_position(name, iterator):
+@pytest.mark.parametrize(
+    ("iterator", "name"), [*((SerialIterator, name) for name in TABLES), (MultiprocessIterator, "sampled")]
+)
+def test_iterators_ask_by_position(iterator, name):
     """Of a column, and of a dataset of columns."""
-    if iterator is MultiprocessIterator and name != "sampled":
-        pytest.skip("one is enough where processes start")
     table = TABLES[name]
     settings = {"n_processes": 1} if iterator is MultiprocessIterator else {}
     with iterator(table["y"], len(table), shuffle=False, **settings) as batches:
