@@ -98,7 +98,7 @@ def _replay(options: argparse.Namespace) -> int:
             path.rmdir()
         if path.exists() or path.is_symlink():
             raise FileExistsError(f"{save} is there already; give a new directory")
-    replayed = recorded.replay(options.to, latest=options.to, save=save and os.path.abspath(save))
+    replayed = recorded.replay(options.to, latest=options.to, save=save and os.path.abspath(save), checks_last=True)
     differs = replayed["same"] is False
     if differs and save is not None:
         shutil.rmtree(save)
@@ -154,7 +154,7 @@ class RecordedRun:
         self._script, self._given = script, arguments
         self._record = read_record(self.directory)
 
-    def replay(self, until: int, *, latest: int, **settings: Any) -> dict[str, Any]:
+    def replay(self, until: int, *, latest: int, checks_last: bool = False, **settings: Any) -> dict[str, Any]:
         """Replay with the arguments with which the run computed an iteration; see `replay_script`.
 
         What is returned has besides: ``same``, whether it is the recorded run, ``None`` if nothing of it is recorded; how it
@@ -163,6 +163,9 @@ class RecordedRun:
         arguments = self._given or [str(each) for each in start_in_force(self._record, until).get("argv", ())][1:]
         threads = self._record.get("threads")
         settings["threads"] = threads if isinstance(threads, int) else None
+        if checks_last:  # by the iteration after it, where the same start computed that
+            recorder, of_both = self.run.sound_recorder(), [start_in_force(self._record, at) for at in (until, until + 1)]
+            settings["checks_last"] = bool(recorder and recorder.row(until + 1)) and of_both[0] == of_both[1]
         self.replays += 1
         self.run.copy_nearest(latest)
         try:

@@ -45,6 +45,7 @@ class ReplayTask(ProcessTask):
     condition: Any = None  # that ends it; where the task was read, its attributes
     save: str | None = None  # where the state is saved at the end
     needs_same_bits: bool = True
+    checks_last: bool = False
     threads: int | None = None  # of torch
     capture: tuple[int, int, bool] | None = None  # the first and last iteration to take down, and whether in detail
 
@@ -84,7 +85,7 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
         replaying = Replay(
             trainer, Path(task.source), Path(task.directory), latest=task.latest, until=task.until, goes_on=task.goes_on,
             watch=watch, at_end=functools.partial(_describe, task, facts), on_iteration=on_iteration,
-            needs_same_bits=task.needs_same_bits,
+            needs_same_bits=task.needs_same_bits, checks_last=task.checks_last,
         )  # fmt: skip
         origin = replaying.origin
         facts["origin"] = {**asdict(origin), "snapshot": origin.snapshot and origin.snapshot.name}
@@ -96,7 +97,8 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
         if watch.condition is None:
             raise
         facts["error"] = f"{type(error).__name__}: {error}"
-    reached = watch.match["iteration"] if watch.match else trainer.updater.iteration
+    at_end = task.until if task.checks_last else trainer.updater.iteration
+    reached = watch.match["iteration"] if watch.match else at_end
     facts |= {
         "iteration": reached,
         "batches": replaying.last_batches,

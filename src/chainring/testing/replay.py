@@ -214,11 +214,12 @@ class Replay(Observer):
         at_end: Callable[[Trainer], None] = lambda trainer: None,  # called with the trainer as it was at the end
         on_iteration: Callable[[int], None] = lambda iteration: None,  # called after each
         needs_same_bits: bool = True,  # a run of several ranks is refused where one process computes other bits
+        checks_last: bool = False,  # computes one iteration more, whose loss shows what the last update has made
     ) -> None:
         if trainer.comm.world.size > 1:
             raise NoReplay("a replay runs in one process; start it without a launcher of ranks")
         self._trainer, self._until, self._goes_on, self._watch = trainer, until, goes_on, watch or Watch()
-        self._at_end, self._on_iteration = at_end, on_iteration
+        self._at_end, self._on_iteration, self._checks_last = at_end, on_iteration, checks_last
         self._reached: int | None = None  # None before the first iteration
         self._newest_written = 0  # the last iteration with a row or a snapshot
         self._is_over = False
@@ -243,8 +244,9 @@ class Replay(Observer):
         stop_watching = trainer.watch(self)
         try:
             run_trainer(trainer)
-        except BaseException:
-            if self._watch.match is None:
+        except BaseException as error:
+            is_beyond = self._is_over and isinstance(error, Exception)  # the run may have failed in the iteration after
+            if self._watch.match is None and not is_beyond:
                 raise
         finally:
             stop_watching()
@@ -257,6 +259,8 @@ class Replay(Observer):
 
     def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
         iteration, watch = trainer.updater.iteration, self._watch
+        if self._is_over:
+            return True
         if self._reached is None:
             watch.look_at_parameters(trainer, iteration)
             if self._staged is not None and self.origin.snapshot is not None:
@@ -276,7 +280,7 @@ class Replay(Observer):
                     entry.before_snapshot(trainer)
             self._is_over = True
             self._at_end(trainer)
-            return True
+            return not self._checks_last or iteration == self.origin.iteration or ends()
         would_end = ends()
         if self._goes_on and iteration > self._until and self._newest_written > self._until:
             return True
@@ -351,19 +355,24 @@ def _load_nearest(trainer: Trainer, run: Path, latest: int, staged: Path | None,
 def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, until: int) -> dict[str, Any] | None:
     """Compare the iterations of a replay with what a `Recorder` has recorded of the run; ``None`` if either has nothing.
 
-    Return the ``count`` of iterations that are the same, the ``last`` that is recorded, the first ``iteration`` that
-    differs, the ``difference`` in a sentence, and ``unchecked``, the last iteration if what its update has computed is in no
-    digest. Of several ranks the generators are those of one, and are not compared.
+    The iteration after the last counts too, where it was computed: a loss is recorded before its update. Return the
+    ``count`` of iterations that are the same, the ``last`` that is recorded, the first ``iteration`` that differs, the
+    ``difference`` in a sentence, and ``unchecked``, the last iteration if what its update has computed is in neither that
+    loss nor a digest. Of several ranks the generators are those of one, and are not compared.
     """
     recorded, replayed = run.sound_recorder(), FinishedRun(trainer.out).sound_recorder()
     if recorded is None or replayed is None or not len(recorded.iterations):
         return None
-    last, is_checked = int(recorded.iterations[-1]), until in recorded.digests.keys() & replayed.digests.keys()
-    count, first = first_recorded_difference(recorded, replayed, origin.iteration, until, with_generators=origin.ranks == 1)
+    last, after = int(recorded.iterations[-1]), until + 1
+    is_checked = until in recorded.digests.keys() & replayed.digests.keys() or all(
+        row is not None and row.losses for row in (recorded.row(after), replayed.row(after))
+    )
+    count, first = first_recorded_difference(recorded, replayed, origin.iteration, after, with_generators=origin.ranks == 1)
+    count = min(count, until - origin.iteration)
     if first is None:
         same = {"count": count, "last": last, "iteration": None, "difference": None, "unchecked": None}
         if origin.iteration < until <= last and not is_checked:
-            same["unchecked"] = until  # a loss is recorded before its update
+            same["unchecked"] = until
         return same if count or until == origin.iteration else None
     what = "the state of the random generators" if first.what == "generators" else f"the {first.what} {first.name}".rstrip()
     difference = (
