@@ -245,7 +245,7 @@ class Replay(Observer):
         try:
             run_trainer(trainer)
         except BaseException as error:
-            is_beyond = self._is_over and isinstance(error, Exception)  # the run may have failed in the iteration after
+            is_beyond = self._is_over and self._checks_last and isinstance(error, Exception)
             if self._watch.match is None and not is_beyond:
                 raise
         finally:
