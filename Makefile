@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test compat check lint wheel release browser docs migration libraries faults bench growth clean .faults .ranks
+.PHONY: help install demo test compat device check lint wheel release browser docs migration libraries faults bench growth clean .faults .ranks
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -49,6 +49,9 @@ TORCH ?= 2.6 2.9 newest
 
 compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of their own (20 GB), and their table
 	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
+
+device: install  ## tests on an accelerator that is not there, which is compiled first; needs g++
+	$(BIN)/python tests/device/run.py tests/device tests/gpu
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, faults, ranks, speed
 	$(MAKE) --jobs 2 --output-sync=target wheel lint browser $(VENV)/.chainer $(VENV)/.libraries

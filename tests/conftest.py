@@ -23,6 +23,16 @@ multiprocessing.set_forkserver_preload(
 torch.set_num_threads(1)  # also for what is computed once for a file, before its first test
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help='on which device tests compute that ask for one (default: "cpu")')
+
+
+@pytest.fixture
+def device(request):
+    """Where a test computes: "cpu", or "cuda" on an accelerator or on the stand-in for one (``make device``)."""
+    return request.config.getoption("device")
+
+
 @pytest.fixture(autouse=True)
 def _repeatable():
     torch.set_num_threads(1)

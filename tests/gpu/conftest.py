@@ -1,4 +1,8 @@
-"""These tests need a CUDA device. Elsewhere they are not collected: there is nothing to skip."""
+"""These tests are for a CUDA device: what they are about, its kernels, its graphs and NCCL, is there alone.
+
+``pytest tests/gpu`` runs them on one. ``make device`` runs them on the stand-in of tests/device, so that they are known to
+run; elsewhere they are not collected.
+"""
 
 import torch
 
