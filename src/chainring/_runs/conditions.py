@@ -9,12 +9,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from safetensors import safe_open
-
 from chainring._runs.finished import FinishedRun, read_rows, read_values, saved_trainers, start_in_force
-from chainring.serializers._loading import opened_state
+from chainring.serializers._safetensors import read_header, to_tensor
 from chainring.serializers._store import SavedSnapshot
-from chainring.serializers._values import read_stored
 from chainring.training._ledger import loss_value
 from chainring.training._run_directory import read_record
 
@@ -84,11 +81,12 @@ class Evidence:
 
 def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
     """Return the values of a key in the recorder and the logs of a run, and its snapshots."""
-    begin = max(int(start_in_force(read_record(run.directory), 0).get("iteration", 0)), 0)  # above 0 after another run
+    record = read_record(run.directory)
+    begin = max(int(start_in_force(record, 0).get("iteration", 0)), 0)  # above 0 after another run
     last = max((manifest.iteration for _, manifest in run.store.listing() if manifest is not None), default=0)
     evidence = Evidence(begin, last)
-    starts = read_record(run.directory).get("starts", ())
-    postprocessed = {name for start in starts for name in start.get("postprocessed", ())}  # rows that tell something else
+    # Rows that tell something else.
+    postprocessed = {name for start in record.get("starts", ()) for name in start.get("postprocessed", ())}
     for name in run.log_names:
         path, before = run.file(name), 0
         if path is None:
@@ -126,12 +124,9 @@ def _observed(snapshot: SavedSnapshot, path: str) -> float | None:
     value = read_values(snapshot).get(path)
     if value is None or isinstance(value, (int, float)):
         return None if value is None else float(value)
-    if not snapshot.is_local:
-        with opened_state(snapshot) as state:
-            return float(read_stored(state[path]))
-    manifest = snapshot.read_manifest()  # of one on a disk `opened_state` would read every byte
-    for name in sorted(name for name in manifest.files if name.endswith(".safetensors")):
-        with safe_open(snapshot.path_of(name, manifest), framework="pt") as tensors:
-            if path in tensors.keys():  # noqa: SIM118 - it is not a mapping
-                return float(tensors.get_tensor(path))
+    manifest = snapshot.read_manifest()  # `opened_state` would read every byte
+    for file in (snapshot.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")):
+        if (stored := read_header(file)[1].get(path)) is not None:
+            start, end = stored.span
+            return float(to_tensor(file.read(start, end - start), stored.dtype, stored.shape, stored.strides))
     return None

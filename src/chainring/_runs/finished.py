@@ -240,14 +240,8 @@ class FinishedRun:
     @cached_property
     def snapshots(self) -> dict[int, str]:
         """The names of the snapshots by iteration, in order, without those that were taken because of an error."""
-        try:
-            listing = self.store.listing()
-        except FileNotFoundError:
-            return {}
-        names = {
-            manifest.iteration: name for name, manifest in listing if manifest is not None and "error" not in manifest.about
-        }
-        return dict(sorted(names.items()))
+        listing = [(name, manifest) for name, manifest in self.store.listing() if manifest is not None]
+        return dict(sorted((m.iteration, name) for name, m in listing if "error" not in m.about))
 
     def opened(self, iteration: int) -> AbstractContextManager[dict[str, Any]]:
         """Open the snapshot of an iteration, see `opened_state`."""
@@ -383,8 +377,6 @@ def is_model(file: StoredFile) -> bool:
 
 def is_file(place: str) -> bool:
     """Return whether there is a regular file at a path or an address."""
-    if is_url(place) and not has_name(place):
-        return False
     try:
         open_file(place)
     except (OSError, ValueError):

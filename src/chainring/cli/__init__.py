@@ -17,8 +17,6 @@ from chainring.cli import bisect, diff, export, inspect, replay, report, verify_
 from chainring.cli._common import add_command, help_formatter
 from chainring.serializers._store import CorruptError, NewerFormat
 
-__all__ = ["main"]
-
 _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them;
 verify that a run can be resumed; go to any of its iterations, and find the one

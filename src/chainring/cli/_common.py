@@ -8,7 +8,6 @@ import json
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -49,9 +48,6 @@ def show(options: argparse.Namespace, facts: Mapping[str, Any], lines: Iterable[
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Inside, SIGTERM ends what was started before it ends this process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         yield

@@ -20,8 +20,6 @@ from chainring.serializers.foreign._matching import ModelPlan, plan_models, plan
 from chainring.serializers.foreign.content import ForeignCheckpoint, checksum
 from chainring.serializers.protocol import DictionaryDeserializer, capture, has_state, is_module
 
-__all__ = ["ForeignPlan", "plan_loading"]
-
 _ITERATOR = "updater/iterator:main/"
 _COUNTS = {"last_epoch", "last_lr", "num_bad_epochs", "best", "cooldown_counter"}  # of a scheduler, and no settings
 

@@ -12,9 +12,9 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,20 @@ from torch import Tensor
 from chainring._files import parse_strict
 from chainring.serializers import _safetensors
 from chainring.serializers._values import find_dtypes, require_dtype
-from chainring.serializers.foreign.content import Entries, ForeignCheckpoint, count, is_entries, to_entries, to_optimizer
+from chainring.serializers.foreign.content import (
+    Entries,
+    ForeignCheckpoint,
+    SavedOptimizer,
+    count,
+    is_entries,
+    to_entries,
+    to_optimizer,
+)
 from chainring.serializers.foreign.files import PATHS, from_dictionary, is_regular_file, read_torch
 
 _STATE = "trainer_state.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+T = TypeVar("T")
 
 
 def read(directory: Path) -> ForeignCheckpoint | None:
@@ -49,12 +58,11 @@ def _read_hugging_face(directory: Path) -> ForeignCheckpoint | None:
     checkpoint.left = sorted(name for name in names - taken if not name.startswith(("model", "pytorch_model")))
     if _STATE not in names:
         return checkpoint
-    if (path := _find_inside(directory, "optimizer.pt")) is not None:
-        checkpoint.optimizers = {"main": to_optimizer(read_torch(path), str(path))}
-    if (path := _find_inside(directory, "scheduler.pt")) is not None:
-        checkpoint.schedulers = [read_torch(path)]
-    if (path := _find_inside(directory, "scaler.pt")) is not None:
-        checkpoint.scaler = read_torch(path)
+    if (optimizer := _read_optimizer(directory, "optimizer.pt")) is not None:
+        checkpoint.optimizers = {"main": optimizer}
+    if (scheduler := _read_torch(directory, "scheduler.pt")) is not None:
+        checkpoint.schedulers = [scheduler]
+    checkpoint.scaler = _read_torch(directory, "scaler.pt")
     state = _read_json(directory, _STATE) or {}
     checkpoint.iteration = count(state.get("global_step"), f"{directory / _STATE}: 'global_step'")
     epoch = state.get("epoch")
@@ -69,45 +77,42 @@ def _read_accelerate(directory: Path) -> ForeignCheckpoint | None:
     names = {path.name for path in directory.iterdir()}
     if not names & {"optimizer.bin", "random_states_0.pkl"}:
         return None
-    models: list[tuple[Entries, bool]] = []
-    for name in _numbered("model"):
-        if (weights := _read_weights(directory, name)) is None:
-            break
-        models.append(weights)
+    models = _read_numbered("model", lambda name: _read_weights(directory, name))
     if not models:
         raise ValueError(
             f"{directory} is a state of Accelerate without the weights of a model, such as FSDP and DeepSpeed write "
             "in directories of their own: save it with a full state dict, or load the directory of the model alone"
         )
-    labels = ["main"] if len(models) == 1 else list(itertools.islice(_numbered("model"), len(models)))
-    entries = {label: weights for label, (weights, _) in zip(labels, models, strict=True)}
-    checkpoint = ForeignCheckpoint("a state of Accelerate", entries, is_ordered=all(ordered for _, ordered in models))
-    states = _read_numbered(directory, "optimizer")
-    labels = ["main"] if len(states) == 1 else list(states)
-    checkpoint.optimizers = {
-        label: to_optimizer(states[name], f"{directory / name}.bin") for label, name in zip(labels, states, strict=True)
-    }
-    checkpoint.schedulers = list(_read_numbered(directory, "scheduler").values())
-    if (path := _find_inside(directory, "scaler.pt")) is not None:
-        checkpoint.scaler = read_torch(path)
+    entries = {name: weights for name, (weights, _) in models.items()}
+    are_ordered = all(is_ordered for _, is_ordered in models.values())
+    checkpoint = ForeignCheckpoint("a state of Accelerate", entries, is_ordered=are_ordered)
+    checkpoint.optimizers = _read_numbered("optimizer", lambda name: _read_optimizer(directory, f"{name}.bin"))
+    schedulers = _read_numbered("scheduler", lambda name: _read_torch(directory, f"{name}.bin"))
+    checkpoint.schedulers, checkpoint.scaler = list(schedulers.values()), _read_torch(directory, "scaler.pt")
     taken = ("model", "pytorch_model", "optimizer", "scheduler", "scaler")
     checkpoint.left = sorted(name for name in names if not name.startswith(taken))
     return checkpoint
 
 
-def _numbered(name: str) -> Iterator[str]:
-    """Yield the names of the files of one role, such as ``optimizer`` and ``optimizer_1``."""
-    return (f"{name}_{index}" if index else name for index in itertools.count())
-
-
-def _read_numbered(directory: Path, role: str) -> dict[str, Any]:
-    """Return the contents of the files of one role by their names."""
-    found: dict[str, Any] = {}
-    for name in _numbered(role):
-        if (path := _find_inside(directory, f"{name}.bin")) is None:
+def _read_numbered(role: str, read_named: Callable[[str], T | None]) -> dict[str, T]:
+    """Return what is read of each of a role, such as ``optimizer`` and ``optimizer_1``, by name; one alone is ``main``."""
+    contents: dict[str, T] = {}
+    for name in (f"{role}_{index}" if index else role for index in itertools.count()):
+        if (content := read_named(name)) is None:
             break
-        found[name] = read_torch(path)
-    return found
+        contents[name] = content
+    return {"main": contents[role]} if len(contents) == 1 else contents
+
+
+def _read_torch(directory: Path, name: str) -> Any:
+    """Return the content of a file of ``torch.save`` in a directory, ``None`` if it is not there."""
+    path = _find_inside(directory, name)
+    return None if path is None else read_torch(path)
+
+
+def _read_optimizer(directory: Path, name: str) -> SavedOptimizer | None:
+    state = _read_torch(directory, name)
+    return None if state is None else to_optimizer(state, str(directory / name))
 
 
 def _find_inside(directory: Path, name: str) -> Path | None:
