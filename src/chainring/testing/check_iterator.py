@@ -16,7 +16,7 @@ from chainring import _random
 from chainring._distributed.virtual_ranks import block_of
 from chainring.serializers._loading import load
 from chainring.serializers._saving import save
-from chainring.testing.checks import require, require_equal, require_no_error
+from chainring.testing.checks import require, require_epochs, require_equal, require_no_error
 from chainring.training._unsaved import checksum, describe_leaves
 
 _COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
@@ -137,18 +137,12 @@ def _require_batches(expected: list[Record], found: list[Record], rule: str, rem
 
 def _require_epochs(records: list[Record]) -> None:
     """Require the counters of each batch to continue evenly from those of the one before."""
-    previous, epoch, details = "0.0", 0, []
+    before, details = (0.0, 0), []
     for index, record in enumerate(records):
-        found = f"{ ({name: record[name] for name in _COUNTERS}) } in batch {index}, after {previous}"
-        rule = "previous_epoch_detail is epoch_detail before the batch"
-        previous_detail = record["previous_epoch_detail"]
-        require(previous_detail != "None" and float(previous_detail) == float(previous), rule, found, _COUNT)
-        rule = "epoch is epoch_detail without its fraction, and neither ever falls"
-        detail = float(record["epoch_detail"])
-        require(float(previous) <= detail and int(detail) == int(record["epoch"]), rule, found, _COUNT)
-        rule = "is_new_epoch says that the batch has ended an epoch"
-        require(record["is_new_epoch"] == str(int(record["epoch"]) > epoch), rule, found, _COUNT)
-        previous, epoch = record["epoch_detail"], int(record["epoch"])
+        detail, epoch, previous = float(record["epoch_detail"]), int(record["epoch"]), record["previous_epoch_detail"]
+        counters = detail, epoch, None if previous == "None" else float(previous), record["is_new_epoch"] == "True"
+        require_epochs(counters, before, "batch", f"batch {index}", _COUNT)
+        before = detail, epoch
         details.append(detail)
     is_even = all(detail.is_integer() for detail in details)
     for steps in ([int(record["examples"]) for record in records], [1] * len(records)):

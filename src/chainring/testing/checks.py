@@ -274,7 +274,7 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
 
     def observe(trainer: Trainer, updater: Any) -> dict[str, str]:
         if epochs and getattr(updater, "counts_epochs", True):
-            _require_epochs(updater, epochs)
+            _require_epochs_of_updater(updater, epochs)
         return _fingerprint_with_state(trainer, updater)
 
     def run(resume_points: list[int]) -> _Observations:
@@ -290,19 +290,11 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
         _require_finalized(build, failure, _FINALIZE_UPDATER)
 
 
-def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
-    iteration = updater.iteration
-    previous_detail, previous_epoch = epochs[iteration - 1]
-    detail, epoch = epochs[iteration] = (updater.epoch_detail, updater.epoch)
+def _require_epochs_of_updater(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
+    detail, epoch = epochs[updater.iteration] = (updater.epoch_detail, updater.epoch)
     remedy = "Leave them to get_iterator('main'), from whose epochs they come, or define all four"
-    found = f"epoch_detail {detail} and epoch {epoch} in iteration {iteration}, after {previous_detail} and {previous_epoch}"
-    is_whole_part = previous_detail <= detail and int(detail) == epoch
-    require(is_whole_part, "epoch is epoch_detail without its fraction", found, remedy)
-    rule = "previous_epoch_detail is epoch_detail before the update"
-    is_previous = updater.previous_epoch_detail == previous_detail
-    require(is_previous, rule, f"{updater.previous_epoch_detail}; {found}", remedy)
-    rule = "is_new_epoch says that the update has ended an epoch"
-    require(updater.is_new_epoch == (epoch > previous_epoch), rule, f"{updater.is_new_epoch}; {found}", remedy)
+    counters = detail, epoch, updater.previous_epoch_detail, updater.is_new_epoch
+    require_epochs(counters, epochs[updater.iteration - 1], "update", f"iteration {updater.iteration}", remedy)
 
 
 # --- the runs ---
@@ -331,6 +323,20 @@ def require_equal(expected: Mapping[str, str], found: Mapping[str, str], rule: s
     shown = [f"{path} was {expected.get(path, 'absent')}, is {found.get(path, 'absent')}" for path in paths[:3]]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     require(not paths, rule, "; ".join(shown) + more, remedy)
+
+
+def require_epochs(
+    counters: tuple[float, int, float | None, bool], before: tuple[float, int], what: str, where: str, remedy: str
+) -> None:
+    """Require ``epoch_detail``, ``epoch``, ``previous_epoch_detail`` and ``is_new_epoch`` to continue those ``before``."""
+    detail, epoch, previous_detail, is_new = counters
+    found = f"epoch_detail {detail} and epoch {epoch} in {where}, after {before[0]} and {before[1]}"
+    is_whole_part = before[0] <= detail and int(detail) == epoch
+    require(is_whole_part, "epoch is epoch_detail without its fraction", found, remedy)
+    rule = f"previous_epoch_detail is epoch_detail before the {what}"
+    require(previous_detail == before[0], rule, f"{previous_detail}; {found}", remedy)
+    rule = f"is_new_epoch says that the {what} has ended an epoch"
+    require(is_new == (epoch > before[1]), rule, f"{is_new}; {found}", remedy)
 
 
 _Build = Callable[[str], tuple[Trainer, Any]]
