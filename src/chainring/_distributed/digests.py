@@ -51,12 +51,6 @@ def sums_of(tensors: Sequence[Tensor]) -> list[int]:
     return [int(next(values)[0]) if is_plain else 0 for is_plain in plain]
 
 
-def digest_tensor(tensor: Tensor) -> int:
-    """Return the digest of a tensor that is whole."""
-    total = int(sum_whole(tensor)) + salt(tensor.dtype, tensor.shape)
-    return int(mix(np.array([total % _UINT64], np.uint64))[0])
-
-
 @lru_cache(1024)
 def salt(dtype: torch.dtype, shape: torch.Size) -> int:
     return stable_hash(str(dtype), *shape)
