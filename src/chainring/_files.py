@@ -1,4 +1,7 @@
-"""Files that are complete whenever they are opened, or grow; JSON that every reader takes; and the lock of a directory."""
+"""Files that are complete whenever they are opened, or grow; JSON that every reader takes; the lock of a directory.
+
+Also which process has taken a lock, and whether it still runs: their numbers are used again, and each machine counts its own.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import shutil
 import socket
 import stat
 import sys
+import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -453,3 +457,39 @@ class DirectoryLock:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=DirectoryLock.close_in_child)
+
+
+# --- processes ---
+
+
+def machine() -> str:
+    """Return a name of this machine since it was started, or of its network card."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{uuid.getnode():012x}"
+
+
+def namespace() -> str:
+    """Return the name of the namespace in which process ids are counted, such as that of a container; else an empty one."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def start_of(pid: int) -> int | None:
+    """Return when a process was started, in ticks since that of the machine (proc(5)); 0 if not known, ``None`` if it ended.
+
+    One whose parent has not asked how it ended counts as ended, if all of its threads have.
+    """
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) == 1 else int(fields[19])
+    if _IS_WINDOWS:  # where there is no signal that does nothing
+        return 0
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        pass  # there is one, of another user
+    return 0

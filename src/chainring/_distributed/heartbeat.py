@@ -39,19 +39,12 @@ _MOST_DESCRIBED = 4  # ranks
 
 
 class Failure(NamedTuple):
-    """What was published first.
+    """What was published first."""
 
-    Attributes:
-        text: what every rank says.
-        rank: the one that has published it.
-        late: the ranks that have not arrived, none if all wait for each other; ``None`` if a rank has raised.
-        collectives: how far the rank had come that has raised, or the first of those that are late.
-    """
-
-    text: str
-    rank: int
-    late: list[int] | None
-    collectives: dict[str, Any]
+    text: str  # what every rank says
+    rank: int  # the one that has published it
+    late: list[int] | None  # the ranks that have not arrived, none if all wait for each other; None if a rank has raised
+    collectives: dict[str, Any]  # how far the rank had come that has raised, or the first of those that are late
 
 
 class _StoreThread:
@@ -116,14 +109,9 @@ class Heartbeat:
     One thread calls the store. Another one watches the progress of this rank and the processes on this machine, asks all
     ranks for their records when this one has waited for ``timeout`` seconds, and ends the process if a failure does not
     reach its main thread: exchanges end with an error by their own timeout, a little later than it, but a rank may wait
-    where there is none, or be itself the one that is late.
-
-    Args:
-        store: a store of torch.distributed. Where the process of rank 0 has made it, it ends with that process.
-        rank: the number of this rank.
-        size: how many there are.
-        timeout: seconds.
-        lowers: whether the timeouts of process groups that others have made are lowered to it.
+    where there is none, or be itself the one that is late. Where the process of rank 0 has made the store of
+    torch.distributed, it ends with that process. If this ``lowers`` them, the timeouts of process groups that others have
+    made become ``timeout`` too.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, lowers: bool = False) -> None:

@@ -21,38 +21,26 @@ _BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for ea
 
 
 class RankInfo(NamedTuple):
-    """Which of the processes that a launcher has started together this one is, and where they meet.
-
-    Attributes:
-        start: the name of this start: the same on all ranks, and another one when they are started again.
-        address: the machine of rank 0, where the ranks meet; empty if torchrun has a store for them.
-    """
+    """Which of the processes that a launcher has started together this one is, and where they meet."""
 
     rank: int
     size: int
     local_rank: int
-    start: str = ""
-    address: str = ""
+    start: str = ""  # the name of this start: the same on all ranks, and another one when they are started again
+    address: str = ""  # the machine of rank 0, where the ranks meet; empty if torchrun has a store for them
     port: int = 0
 
 
 class _Launcher(NamedTuple):
-    """The variables in which a launcher tells each of its tasks where it is.
+    """The variables in which a launcher tells each of its tasks where it is."""
 
-    Attributes:
-        name: the command, or whatever starts the tasks.
-        if_one_machine: two variables, or a variable and a value, that are equal if all tasks are on one machine.
-        start: those that together name this start, if there are any.
-        machines: those that may have the machines in Slurm's notation, of which the first has rank 0.
-    """
-
-    name: str
+    name: str  # the command, or whatever starts the tasks
     rank: str
     size: str
     local_rank: str
-    if_one_machine: tuple[str, str]
-    start: tuple[str, ...] = ()
-    machines: tuple[str, ...] = ()
+    if_one_machine: tuple[str, str]  # two variables, or a variable and a value, that are equal if all tasks are on one
+    start: tuple[str, ...] = ()  # those that together name this start, if there are any
+    machines: tuple[str, ...] = ()  # those that may have the machines in Slurm's notation, of which the first has rank 0
 
 
 _meetings: Counter[RankInfo] = Counter()  # in this process

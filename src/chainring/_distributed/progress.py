@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chainring._distributed.group import BACKGROUND_GROUP, count_collectives
+from chainring._files import machine, namespace, start_of
 
 _LONGEST_STACK = 20_000  # characters
 _PAUSE = 5.0  # seconds without a turn of the watching thread that mean that this process was stopped
@@ -58,28 +59,18 @@ def _read_position() -> tuple[int, str | None] | None:
 
 @dataclass
 class Record:
-    """How far a rank has come.
-
-    Attributes:
-        position: its last iteration, and the extension that it calls; ``None`` outside of a run.
-        idle: seconds since it has last begun a collective or ended an iteration.
-        waited: seconds for which it has waited in an exchange of its communicator; 0 if it does not.
-        waited_beside: the same of another thread, in which a snapshot is agreed upon.
-        collectives: what `count_collectives` returns; ``None`` if nothing is known of it.
-        answers: the number of the question that it answers; 0 if it answers none.
-        state: why it does not answer; an empty text if it does.
-    """
+    """How far a rank has come."""
 
     rank: int
     host: str = ""
     pid: int = 0
-    position: list[Any] | tuple[int, str | None] | None = None
-    idle: float = 0.0
-    waited: float = 0.0
-    waited_beside: float = 0.0
-    collectives: Mapping[str, Any] | None = None
-    answers: int = 0
-    state: str = ""
+    position: list[Any] | tuple[int, str | None] | None = None  # its last iteration, and the extension that it calls
+    idle: float = 0.0  # seconds since it has last begun a collective or ended an iteration
+    waited: float = 0.0  # seconds for which it has waited in an exchange of its communicator; 0 if it does not
+    waited_beside: float = 0.0  # the same of another thread, in which a snapshot is agreed upon
+    collectives: Mapping[str, Any] | None = None  # what `count_collectives` returns; None if nothing is known of it
+    answers: int = 0  # the number of the question that it answers; 0 if it answers none
+    state: str = ""  # why it does not answer; an empty text if it does
     stacks: str = field(default="", repr=False)
 
     def to_json(self) -> str:
@@ -157,29 +148,22 @@ class Progress:
 
 
 class Process(NamedTuple):
-    """The process of a rank, as other processes on its machine see it.
+    """The process of a rank, as other processes on its machine see it."""
 
-    Attributes:
-        machine: what tells the machine, and the numbers of its processes, from others.
-        started: when it was started, as its system counts, since its number may be used again.
-        board: the number of the file of its `Progress`; -1 for none.
-        stacks: the number of the file into which it dumps its stacks at a signal; -1 for none.
-    """
-
-    machine: str
+    machine: str  # what tells the machine, and the numbers of its processes, from others
     pid: int
-    started: str
-    board: int
-    stacks: int
+    started: int | None  # when it was started, since its number may be used again
+    board: int  # the number of the file of its `Progress`; -1 for none
+    stacks: int  # the number of the file into which it dumps its stacks at a signal; -1 for none
 
     @property
     def is_near(self) -> bool:
         """True for a process on this machine; of another machine's nothing is known."""
-        return self.machine == _name_machine()
+        return self.machine == f"{machine()} {namespace()}"
 
     def has_ended(self) -> bool:
         """Return True if the process was on this machine and has ended."""
-        return self.is_near and self.started != _read_start(self.pid)
+        return self.is_near and start_of(self.pid) != self.started
 
     def read_board(self) -> tuple[Record, float] | None:
         """Return the record of a process on this machine and its age in seconds; ``None`` if it cannot be read."""
@@ -217,26 +201,11 @@ def this_process(board: int) -> Process:
     """Return this process, whose stacks a signal that nobody has taken dumps from now on into a file in memory."""
     global _stacks
     pid = os.getpid()
+    known = f"{machine()} {namespace()}", pid, start_of(pid), board
     if _stacks is None or _stacks[0] != pid:
         number = getattr(signal, "SIGRTMAX", 0) - _STACK_SIGNAL_FROM_LAST
         if not hasattr(os, "memfd_create") or number < 0 or signal.getsignal(number) is not signal.SIG_DFL:
-            return Process(_name_machine(), pid, _read_start(pid), board, -1)
+            return Process(*known, -1)
         _stacks = pid, os.memfd_create("chainring-stacks")
         faulthandler.register(number, file=_stacks[1])
-    return Process(_name_machine(), pid, _read_start(pid), board, _stacks[1])
-
-
-def _name_machine() -> str:
-    """Return an identifier of this machine, and of the namespace of process numbers in this container."""
-    with contextlib.suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    return socket.gethostname()
-
-
-def _read_start(pid: int) -> str:
-    """Return when a process was started, as its system counts (proc(5)); an empty text if it has ended or is not known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "" if Path("/proc/self/stat").exists() else "unknown"
-    return "" if fields[0] in "ZX" else fields[19]
+    return Process(*known, _stacks[1])

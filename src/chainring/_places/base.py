@@ -52,15 +52,10 @@ def digest_of(manifest: bytes) -> str:
 
 
 class StoredFile(ABC):
-    """A file of which any range of bytes can be read.
+    """A file of which any range of bytes can be read."""
 
-    Attributes:
-        path: where it lies, for messages.
-        size: its bytes.
-    """
-
-    path: str
-    size: int
+    path: str  # where it lies, for messages
+    size: int  # bytes
 
     @abstractmethod
     def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
@@ -103,14 +98,10 @@ class Place(ABC):
 
     Names are relative, with slashes. A snapshot is written in three steps: `draft` begins it, any process can `create` files
     of the draft, and `publish` gives them, with a manifest, the name, at once or not at all.
-
-    Attributes:
-        url: an absolute path or an address, the same for all who reach the place.
-        is_local: whether it is a directory.
     """
 
-    url: str
-    is_local: bool
+    url: str  # an absolute path or an address, the same for all who reach the place
+    is_local: bool  # whether it is a directory
 
     def __str__(self) -> str:
         return self.url
@@ -144,13 +135,7 @@ class Place(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return a small file, such as a manifest.
-
-        Raises:
-            FileNotFoundError: it is not there.
-            ValueError: it is not a regular file.
-            OSError: it cannot be read.
-        """
+        """Return a small file, such as a manifest; a `ValueError` says that it is not a regular one."""
 
     @abstractmethod
     def open(self, name: str) -> StoredFile:
@@ -164,9 +149,7 @@ class Place(ABC):
     def draft(self, name: str) -> str:
         """Return a new folder for the files of a snapshot; behind its slash, if it has one, is their folder in that.
 
-        Raises:
-            FileExistsError: there is something of that name.
-            OSError: it could not be made.
+        A `FileExistsError` says that there is something of that name.
         """
 
     @abstractmethod
@@ -204,8 +187,7 @@ class Place(ABC):
     def link(self, name: str, target: str | None) -> None:
         """Make ``name`` a link to the snapshot ``target``, in the place of an earlier link at once; with ``None`` remove it.
 
-        Raises:
-            FileExistsError: something that is not a link has that name.
+        A `FileExistsError` says that something that is not a link has that name.
         """
 
     @abstractmethod

@@ -18,27 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from chainring._files import SCHEMES
 from chainring._places.base import RemoteError, StoredFile
 from chainring._places.connection import NOT_OF_A_STORE, PATIENCE, ChangedError, Connection, Patience, obstore
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-__all__ = [
-    "MISSING",
-    "PART",
-    "PATIENCE",
-    "Bucket",
-    "ChangedError",
-    "Entry",
-    "StoredObject",
-    "Patience",
-    "RemoteError",
-    "Tag",
-]
 
 PART = 8 << 20  # bytes of a part of an upload
 _PARTS = 10_000  # that stores take for one object
@@ -99,12 +83,7 @@ class Bucket:
         return f"Bucket({self.url!r})"
 
     def get(self, key: str) -> StoredObject:
-        """Return an object.
-
-        Raises:
-            FileNotFoundError: it is not there.
-            RemoteError: it cannot be read.
-        """
+        """Return an object; raise `FileNotFoundError` if it is not there, `RemoteError` if it cannot be read."""
         path = self._path(key)
 
         def request() -> StoredObject:
@@ -309,16 +288,8 @@ class RangeReader(StoredFile):
 
     At most two windows of 8 MB are held. After the first piece of a row of them as many bytes are fetched in advance as the
     row already has, so that little is fetched for nothing. Reading raises `FileNotFoundError` if the object is not there any
-    more, `ChangedError` if it was replaced since it was opened, and `RemoteError` if it cannot be read.
-
-    Example::
-
-        header = bucket.open("model.safetensors").read(0, 8)
-
-    Args:
-        fetch: returns the bytes between two places, always of the same state of the object.
-        path: the address of the object, for messages.
-        size: its bytes.
+    more, `ChangedError` if it was replaced since it was opened, and `RemoteError` if it cannot be read. What ``fetch``
+    returns, the bytes between two places, is always of the same state of the object.
     """
 
     def __init__(self, fetch: Callable[[int, int], memoryview], path: str, size: int) -> None:
@@ -361,22 +332,13 @@ class RangeReader(StoredFile):
 
 
 class Upload(io.RawIOBase):
-    """A file that is sent while it is written. It copies what it is given.
-
-    Args:
-        connection: the way to the bucket.
-        path: the key of the object in it.
-        place: the address of the object, for messages.
-        size: how many bytes there will be, or more than that.
-        put: writes a small object at once.
-    """
+    """A file that is sent while it is written. It copies what it is given; ``put`` writes what is small at once."""
 
     def __init__(self, connection: Connection, path: str, place: str, size: int, put: Callable[[bytes], object]) -> None:
         self._connection, self._path, self._place, self._put = connection, path, place, put
         self._part_size = max(PART, -(-size // (_PARTS << 10)) << 10)
         self._mark = secrets.token_hex(8)
-        self._part = bytearray()
-        self._written = 0
+        self._part, self._written = bytearray(), 0
         self._writer: Any = None  # of obstore, once there is more than a part
         self._has_failed = False
 
@@ -386,13 +348,8 @@ class Upload(io.RawIOBase):
     def tell(self) -> int:
         return self._written
 
-    def write(self, data: Buffer, /) -> int:
-        """Write bytes; return their number.
-
-        Raises:
-            ValueError: they are more than a store takes in parts of this size.
-            RemoteError: they cannot be sent.
-        """
+    def write(self, data: Any, /) -> int:
+        """Write bytes; return their number. A `ValueError` refuses more than a store takes in parts of this size."""
         self._checkClosed()
         with memoryview(data) as given, given.cast("B") as content:
             if self._written + len(content) > _PARTS * self._part_size:
@@ -442,11 +399,7 @@ class Upload(io.RawIOBase):
         self._has_failed = False
 
     def finish(self) -> None:
-        """Make the object of what was written.
-
-        Raises:
-            RemoteError: it is not there.
-        """
+        """Make the object of what was written; a `RemoteError` says that it is not there."""
         self.close()
         if self._writer is None:
             self._put(bytes(self._part))

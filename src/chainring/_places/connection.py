@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,18 +97,10 @@ class Connection:
         raise RemoteError(f"the settings for {url} cannot be used: check the variables AWS_..., GOOGLE_... or AZURE_...")
 
     def call(self, action: str, place: str, request: Callable[[], Result], *, tries_again: bool = True) -> Result:
-        """Return what a request returns; it is tried again while that may help.
+        """Return what a request to obstore returns; it is tried again while that may help, if it ``tries_again``.
 
-        Args:
-            action: what is done to the place, such as "read", for messages.
-            place: the address.
-            request: calls obstore, and nothing else.
-            tries_again: False if the request tries again itself, or cannot be repeated.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-            ChangedError: a condition does not hold.
-            RemoteError: anything else.
+        There is a `FileNotFoundError` where there is no such object, a `ChangedError` where a condition does not hold, and
+        a `RemoteError` for anything else. The ``action``, such as "read", and the place, an address, are for messages.
         """
         global _process_with_threads
         if _process_with_threads not in (None, os.getpid()):  # obstore would wait for ever for its threads
@@ -166,13 +158,14 @@ def _memory(name: str) -> Any:
     return obstore().store.MemoryStore()
 
 
-def _credentials() -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
+def _credentials() -> tuple[dict[str, Any], Any]:
     """Return settings, and what asks for the keys of a profile: obstore finds all others itself."""
     if any(os.environ.get(name) for name in _HANDLED_BY_OBSTORE):
         return {}, None
     try:
         import botocore.exceptions
         import botocore.session
+        from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         profile = next(filter(os.environ.get, _PROFILES), None)
         if profile:
@@ -186,25 +179,14 @@ def _credentials() -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]
         }
         given = {"region": _REGIONS, "endpoint": _ENDPOINTS}
         config = {key: value for key, value in settings.items() if value and not any(map(os.environ.get, given[key]))}
-        keys = session.get_credentials()
-        if keys is None:
+        if session.get_credentials() is None:
             return config, None
-        _frozen(keys)  # asks whoever gives them for the first time
-        return config, functools.partial(_frozen, keys)
+        provider = Boto3CredentialProvider(session, ttl=_KEYS_LAST)
+        provider()  # asks whoever gives them for the first time
+        return config, provider
     except (botocore.exceptions.BotoCoreError, OSError) as error:
         failure = type(error).__name__  # which alone is told
     raise RemoteError(f"credentials cannot be had from the profiles of AWS ({failure}); check AWS_PROFILE and ~/.aws")
-
-
-def _frozen(keys: Any) -> dict[str, Any]:
-    """Return keys as obstore takes them; it asks again when they may have expired."""
-    found = keys.get_frozen_credentials()
-    return {
-        "access_key_id": found.access_key,
-        "secret_access_key": found.secret_key,
-        "token": found.token,
-        "expires_at": datetime.now(UTC) + _KEYS_LAST,
-    }
 
 
 class Trouble(NamedTuple):

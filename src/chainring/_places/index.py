@@ -21,19 +21,18 @@ import math
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 
-from chainring._files import parse_strict
+from chainring._files import machine, namespace, parse_strict, start_of
 from chainring._messages import warn
-from chainring._places.base import MANIFEST, STAMP
-from chainring._places.bucket import MISSING, Bucket, ChangedError, Entry, RemoteError, StoredObject, Tag
+from chainring._places.base import MANIFEST, STAMP, RemoteError
+from chainring._places.bucket import MISSING, Bucket, Entry, StoredObject, Tag
+from chainring._places.connection import ChangedError
 
 SECONDS = 30  # for which nobody else takes an index that was replaced
 PERIOD = 9.0  # seconds between replacements
@@ -54,25 +53,15 @@ class LeaseLostError(OSError):
 
 @dataclass(frozen=True)
 class Record:
-    """The content of an index, besides its format, its checksum and a number that makes each one differ.
+    """The content of an index, besides its format, its checksum and a number that makes each one differ."""
 
-    Attributes:
-        run: the stamps of its snapshots and links begin with it.
-        token: one more than that of the holder before.
-        snapshots: the digests of the manifests by name.
-        links: the snapshots to which links lead, by name.
-        is_held: False once it was released.
-        seconds: for which nobody else takes it.
-        holder: of which a process, that of the rest, may have several, one after the other.
-    """
-
-    run: str
-    token: int
-    snapshots: dict[str, str]
-    links: dict[str, str]
-    is_held: bool
-    seconds: int
-    holder: str
+    run: str  # the stamps of its snapshots and links begin with it
+    token: int  # one more than that of the holder before
+    snapshots: dict[str, str]  # the digests of the manifests by name
+    links: dict[str, str]  # the snapshots to which links lead, by name
+    is_held: bool  # False once it was released
+    seconds: int  # for which nobody else takes it
+    holder: str  # of which a process, that of the rest, may have several, one after the other
     pid: int
     host: str
     machine: str
@@ -165,14 +154,6 @@ class Index:
     Raises:
         BlockingIOError: another run holds it; the error names its process and host, and how long to wait.
         RemoteError: the store does not answer.
-
-    Example:
-        >>> bucket = Bucket("memory:///runs/index")
-        >>> index = Index(bucket)
-        >>> index.change(snapshots={"snapshot_iter_100": "60303ae22b998861"})
-        >>> read_record(bucket).snapshots
-        {'snapshot_iter_100': '60303ae22b998861'}
-        >>> index.release()
     """
 
     def __init__(
@@ -205,8 +186,8 @@ class Index:
                 run, token, snapshots, links = earlier.run, earlier.token, earlier.snapshots, earlier.links
             record = Record(
                 run=run, token=token + 1, snapshots=snapshots, links=links, is_held=True, seconds=seconds,
-                holder=secrets.token_hex(8), pid=os.getpid(), host=socket.gethostname(), machine=_machine(),
-                namespace=_namespace(), started=_started(os.getpid()),
+                holder=secrets.token_hex(8), pid=os.getpid(), host=socket.gethostname(), machine=machine(),
+                namespace=namespace(), started=start_of(os.getpid()) or 0,
             )  # fmt: skip
             self._replaced = self._clock()
             _held.add(record.holder)
@@ -232,12 +213,7 @@ class Index:
             )
 
     def check(self) -> None:
-        """See that this process holds the index. That takes a request only if the thread has not been able to replace it.
-
-        Raises:
-            LeaseLostError: another run has taken it; the error names it.
-            RemoteError: the store does not answer, and by its clock another may have taken it.
-        """
+        """See that this process holds the index, by a `change` if the thread has not been able to replace it."""
         self._raise_if_lost()
         if self._clock() - self._replaced > self.record.seconds - _MARGIN:
             self.change()
@@ -324,52 +300,9 @@ class Index:
 
 def _has_ended(holder: Record) -> bool:
     """Return whether a holder was a process of this machine, and is known to have ended."""
-    here = socket.gethostname(), _machine(), _namespace()
-    if (holder.host, holder.machine, holder.namespace) != here or holder.pid <= 0:
+    if (holder.host, holder.machine, holder.namespace) != (socket.gethostname(), machine(), namespace()) or holder.pid <= 0:
         return False
-    if holder.pid == os.getpid() and holder.started == _started(holder.pid):
+    started = start_of(holder.pid)
+    if holder.pid == os.getpid() and holder.started == started:
         return holder.holder not in _held  # this process before it has replaced its program
-    if sys.platform == "win32":  # where there is no signal that does nothing
-        return False
-    try:
-        os.kill(holder.pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:
-        pass  # there is one, of another user
-    with suppress(OSError):
-        if _stat(holder.pid)[:1] == ["Z"] and len(os.listdir(f"/proc/{holder.pid}/task")) == 1:
-            return True  # with all its threads, and only its parent has not asked how
-    return holder.started > 0 and _started(holder.pid) not in (0, holder.started)
-
-
-def _machine() -> str:
-    """Return a name of this machine since it was started, or of its network card."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return f"{uuid.getnode():012x}"
-
-
-def _namespace() -> str:
-    """Return the name of the namespace in which process ids are counted, such as that of a container; else an empty one."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/<pid>/stat`` from the state on, or none where there is no such file."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _started(pid: int) -> int:
-    """Return when a process was started, in ticks since that of the machine; 0 where that is not known."""
-    stat = _stat(pid)
-    return int(stat[19]) if len(stat) > 19 else 0
+    return started is None or (0 not in (started, holder.started) and started != holder.started)

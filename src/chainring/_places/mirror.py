@@ -23,13 +23,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from chainring._files import is_regular, open_regular, parse_strict
+from chainring._files import is_regular, open_regular, parse_strict, write_error
 from chainring._messages import OneTimeWarning, warn
-from chainring._places.base import MANIFEST
-from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, Entry, RemoteError, StoredObject, Tag
+from chainring._places.base import MANIFEST, RemoteError
+from chainring._places.bucket import MISSING, PART, Bucket, Entry, StoredObject, Tag
+from chainring._places.connection import ChangedError
 from chainring._places.index import Index, LeaseLostError, list_run
 
 LOOK = 10.0  # seconds between looks for files that have changed
@@ -58,28 +60,12 @@ class Mirror:
     """Keeps the files of a directory as objects beside the snapshots of a run.
 
     Names that begin with a dot, links, and what is not a file are left out. So is, with a warning, what no store takes, and
-    what cannot be read. A thread looks for files that have changed; nobody waits for it.
-
-    Args:
-        bucket: the objects of the run.
-        folder: the directory, where nothing is yet. It is removed when this process ends, if all of its files were put.
-        index: what allows this process to write.
-        look: seconds between looks; ``None`` for no thread.
-        pause: seconds before a file is put again that keeps changing.
+    what cannot be read. A thread looks for files that have changed, every ``look`` seconds unless that is ``None``; nobody
+    waits for it. A file that keeps changing is put again after ``pause`` seconds. There is nothing in the directory yet,
+    and it is removed when this process ends, if all of its files were put.
 
     `put`, `put_due`, `persist` and `close` raise `LeaseLostError` where another run has the lease, and `RemoteError` where
     the store does not answer.
-
-    Example:
-        >>> import tempfile
-        >>> bucket = Bucket("memory:///runs/mirror")
-        >>> with tempfile.TemporaryDirectory() as place:
-        ...     mirror = Mirror(bucket, Path(place, "run"), Index(bucket))
-        ...     mirror.fetch()
-        ...     _ = Path(place, "run", "log").write_text("[]")
-        ...     mirror.close()
-        >>> bucket.get("log").content
-        b'[]'
     """
 
     def __init__(
@@ -108,9 +94,6 @@ class Mirror:
         """Make the directory, copy the objects of the run into it that are not part of a snapshot, and start the thread.
 
         Of ``previous`` and ``abandoned`` only the empty folders are made, from which their numbers continue.
-
-        Raises:
-            OSError: the disk has no space, or the store does not answer.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
@@ -208,11 +191,7 @@ class Mirror:
                     snapshots |= {folder} if checksum == b"%08x" % zlib.crc32(body) else set()
         for entry in kept:
             names = entry.key.split("/")
-            if (len(names) > 1 and names[0] in snapshots) or any(name.startswith(".") for name in names):
-                continue
-            if "\0" in entry.key:
-                self._leave_out(entry.key, "no file has such a name; rename the object, or move it away")
-            else:
+            if not (len(names) > 1 and names[0] in snapshots) and not any(name.startswith(".") for name in names):
                 yield entry.key, entry
 
     def _get(self, name: str, entry: Entry) -> None:
@@ -241,11 +220,9 @@ class Mirror:
             if isinstance(error, RemoteError):
                 raise
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                self._leave_out(name, f"it cannot be written to {self.folder} ({error.strerror})")
-                return
-            rule = f"{error.strerror}; free some space, or set TMPDIR to a directory that has it"
-            raise OSError(error.errno, rule, str(path)) from error
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise write_error(error, path) from error
+            self._leave_out(name, f"it cannot be written to {self.folder} ({error.strerror})")
         else:
             file = self._file(name)
             file.tag, file.digest, file.size, file.may_be_there = head.tag, hasher.digest(), path.stat().st_size, True
@@ -355,15 +332,12 @@ class Mirror:
             except OSError as error:
                 self._leave_out(name, f"it cannot be read ({error.strerror or error})")
 
-    def _put_content(self, name: str, file: _File, content: BinaryIO) -> None:
+    def _put_content(self, name: str, file: _File, content: BufferedReader) -> None:
         status = _status(os.fstat(content.fileno()))
         if status == file.status:
             return
         if status.size == file.size and file.digest:
-            hasher = hashlib.blake2b()
-            for piece in _pieces(content, status.size):
-                hasher.update(piece)
-            if hasher.digest() == file.digest:
+            if hashlib.file_digest(content, "blake2b").digest() == file.digest:
                 file.status = status.unless_recent()
                 return
             content.seek(0)
@@ -473,7 +447,7 @@ def read_link(entry: Entry, content: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) and document.get("chainring") == "link" else None
 
 
-def _pieces(source: BinaryIO, size: int) -> Iterator[bytes]:
+def _pieces(source: BufferedReader, size: int) -> Iterator[bytes]:
     """Return the bytes of a file up to a size, in pieces."""
     while size and (piece := source.read(min(size, 1 << 20))):
         size -= len(piece)

@@ -21,8 +21,9 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from chainring._files import Sink
-from chainring._places.base import MANIFEST, Place, StoredFile, check_name, digest_of
-from chainring._places.bucket import MISSING, Bucket, ChangedError, Entry, RemoteError, Tag
+from chainring._places.base import MANIFEST, Place, RemoteError, StoredFile, check_name, digest_of
+from chainring._places.bucket import MISSING, Bucket, Entry, Tag
+from chainring._places.connection import ChangedError
 from chainring._places.index import Index, Record, list_run, read_record, stamp_of
 from chainring._places.mirror import LARGEST_LINK, Mirror, read_link, working_directory
 
@@ -52,11 +53,9 @@ class RemotePlace(Place):
         self._record: Record | None = None
 
     def claim(self, folder: str | os.PathLike[str]) -> None:
-        """Take the place for this process, and copy the files beside the snapshots into a directory; see `Mirror`.
+        """Take the place for this process, and copy the files beside the snapshots into a directory.
 
-        Raises:
-            BlockingIOError: another run writes there.
-            ValueError: the store does not know conditions.
+        See `Bucket.check_conditions`, `Index` and `Mirror` for what may be in the way.
         """
         self.bucket.check_conditions()
         self.index = Index(self.bucket)
@@ -183,10 +182,7 @@ class RemotePlace(Place):
         elif (target := self.link_target(name)) is not None:
             self.bucket.put(f"{archive}/{name}", _link_to(target), MISSING)
             self.link(name, None)
-        elif self.bucket.has(name):
-            self.bucket.put(f"{archive}/{name}", self.read(name), MISSING)
-            self.bucket.delete([name])
-        # Else files without a manifest have the name, which the next run removes.
+        # Else files without a manifest have the name, which the next run removes; others are those of the mirror.
 
     def _remove_manifest(self, name: str) -> None:
         if self.index is not None:
