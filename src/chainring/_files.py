@@ -1,6 +1,6 @@
 """Files that are complete whenever they are opened, or grow; JSON that every reader takes; the lock of a directory.
 
-Also which process has taken a lock, and whether it still runs: their numbers are used again, and each machine counts its own.
+Also which process has taken a lock, and whether it still runs: numbers are used again, and each machine counts its own.
 """
 
 from __future__ import annotations

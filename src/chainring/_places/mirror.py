@@ -27,7 +27,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chainring._files import is_regular, open_regular, parse_strict, write_error
+from chainring._files import is_regular, open_regular, parse_strict
 from chainring._messages import OneTimeWarning, warn
 from chainring._places.base import MANIFEST, RemoteError
 from chainring._places.bucket import MISSING, PART, Bucket, Entry, StoredObject, Tag
@@ -221,7 +221,8 @@ class Mirror:
                 raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise write_error(error, path) from error
+                rule = f"{error.strerror}; free some space, or set TMPDIR to a directory that has it"
+                raise OSError(error.errno, rule, str(path)) from error
             self._leave_out(name, f"it cannot be written to {self.folder} ({error.strerror})")
         else:
             file = self._file(name)
