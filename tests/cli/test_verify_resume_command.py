@@ -12,6 +12,7 @@ import forked
 from chainring.cli import main
 
 pytestmark = pytest.mark.usefixtures("forked_scripts")
+PROGRAMS = Path(__file__).parent.parent / "testing"
 MNIST = Path(__file__).parent.parent.parent / "examples" / "mnist" / "train_mnist.py"
 
 SCRIPT = """
@@ -137,3 +138,32 @@ def test_a_script_that_is_not_there_fails_with_2(tmp_path, capsys):
     assert "there is no script" in capsys.readouterr().err
     assert main(["verify-resume", "--iterations", "20", "--kill-after", "20", str(MNIST)]) == 2
     assert "killed after 1 to 19" in capsys.readouterr().err
+
+
+LOST = {
+    ", variable 'counter'", ", variable 'listed'", ", variable 'content'", ", variable 'numbered'", ", variable 'names'.at",
+    ", variable 'generator', variable 'number'", ", variable 'generator', position", ".shared", ".phase",
+}  # fmt: skip
+COLLECTED = {", variable 'many'", ", variable 'costly'", ".by_iteration", ".cache"}
+CLOSED = {", variable 'cycle'", ", variable 'zipped'", ", variable 'file'", ", variable 'waiting'"}
+ELSEWHERE = {
+    "updater.model:main.layer, hooks", "updater.optimizer:main, hooks", "variable borderline_programs.COUNT",
+    "variable __main__.remembering, variable 'Settings'.step", "os.environ.ITERATION",
+}  # fmt: skip
+
+
+def test_state_in_any_form_is_named_or_named_as_not_looked_into(tmp_path, capsys):
+    """Of iterators, hooks, containers, namespaces, classes, other modules, the environment, files and queues."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys\nsys.path.append({str(PROGRAMS)!r})\nfrom borderline_programs import remembering\n"
+        "if __name__ == '__main__':\n    remembering('result').run()\n"
+    )
+    assert main(["verify-resume", "--json", str(script)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["whole"], found["continues"]) == (True, False)
+    assert found["report"].startswith("exact, but only if its state is loaded")
+    listed = {f"extensions.it{path}" for path in COLLECTED} | {"variable __main__.remembering, variable 'COLLECTED'"}
+    assert found["unsaved"].keys() == {f"extensions.it{path}" for path in LOST} | ELSEWHERE
+    assert found["caches"].keys() == listed
+    assert found["not_looked_into"].keys() == {f"extensions.it{path}" for path in CLOSED}

@@ -1,11 +1,17 @@
 """Trainings that are hard to judge: seeded by the clock or not at all, with times, files, children, or without an end."""
 
+import array
+import enum
+import functools
+import itertools
 import os
+import queue
 import random
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -260,4 +266,97 @@ def saving(out):
     """Saves snapshots, from which it does not continue by itself."""
     trainer = build(out)
     trainer.extend(extensions.snapshot(), trigger=(20, "iteration"))
+    return trainer
+
+
+def turned(at, out, stop):
+    """An extension scales the loss at the ends of some epochs, by an attribute that no state holds."""
+    trainer = build(out, lambda model: model.scale, stop=stop)
+    model = trainer.updater.get_model("main")
+    model.scale = 1.0
+
+    def turn(trainer):
+        model.scale = at.get(trainer.updater.epoch, model.scale)
+
+    trainer.extend(turn, trigger=(1, "epoch"))
+    trainer.extend(extensions.snapshot(autoload=True), trigger=(20, "epoch"))
+    return trainer
+
+
+def turned_late(out):
+    """As mixup is turned off for the last epochs."""
+    return turned({4: 0.5}, out, (6, "epoch"))
+
+
+def turned_for_a_while(out):
+    """And back again, in the second half of the run."""
+    return turned({13: 0.5, 15: 1.0}, out, (20, "epoch"))
+
+
+class Phase(enum.Enum):
+    """Of a training."""
+
+    ONE = 1
+    TWO = 2
+
+
+class Settings:
+    """A class that serves as a namespace."""
+
+    step = 0
+
+
+COLLECTED = []
+COUNT = 0
+
+
+def numbers():
+    """A generator that counts."""
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+def remembering(out):
+    """Remembers the iteration in every form that Python has, and saves none of them; nothing follows from it."""
+    trainer = build(out, stop=(14, "iteration"))
+    model, optimizer = trainer.updater.get_model("main"), trainer.updater.get_optimizer("main")
+    generator, counter, listed, cycle = numbers(), itertools.count(), iter([0] * 99), itertools.cycle("ab")
+    content, numbered, many = bytearray(4), array.array("d", [0]), [0] * 300
+    zipped, names, waiting = zip("a" * 99, strict=False), types.SimpleNamespace(at=0), queue.Queue()
+    file = open(__file__)  # noqa: SIM115 - it stays open
+
+    @functools.lru_cache
+    def costly(number):
+        return number
+
+    class Remembering(training.Extension):
+        trigger = (1, "iteration")
+        shared: list[int] = []  # noqa: RUF012 - of all objects
+        phase = Phase.ONE
+        cache = 0
+
+        def __init__(self):
+            self.by_iteration = {}
+
+        def __call__(self, trainer):
+            global COUNT
+            at = COUNT = Settings.step = names.at = trainer.updater.iteration
+            self.cache += 1
+            many[200] += 1
+            for iterator in (generator, counter, listed, cycle, zipped, file):
+                next(iterator)
+            content[0] = numbered[0] = self.by_iteration[at] = costly(at)
+            self.shared.append(at)
+            COLLECTED.append(at)
+            waiting.put(at)
+            os.environ["ITERATION"] = str(at)
+            if at == 3:
+                self.phase = Phase.TWO
+                model.layer.register_forward_hook(lambda *_: None)
+                model.layer.bias.register_hook(lambda gradient: None)
+                optimizer.register_step_post_hook(lambda *_: None)
+
+    trainer.extend(Remembering(), name="it")
     return trainer

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def finding(make_trainer, kind, **settings):
 def test_one_call_kills_at_four_kinds_of_points():
     """Within an epoch, after the end of one, after an evaluation, and some iterations after a snapshot."""
     text = report(programs.evaluated)
-    assert text.startswith("exact: killed 4 times and resumed, the run is bit for bit the uninterrupted one")
+    assert "Killed 4 times and resumed, the run is bit for bit the uninterrupted one" in text
     assert "killed after iteration 4 (right after an evaluation)" in text
     assert "killed after iteration 6 (right after the end of an epoch)" in text
     assert "killed after iteration 9 (within an epoch)" in text
@@ -40,36 +41,48 @@ def test_points_that_the_run_does_not_reach_are_named():
     assert "Not reached in 5 iterations: right after the end of an epoch; right after an evaluation" in text
 
 
-BY_ITSELF = "whether the program continues by itself. It has no snapshot(autoload=True)"
-LATER = "what the program does after iteration {}, such as a change at a later epoch"
-LEARNING = "learning. No parameter has changed"
+BY_ITSELF = "if its state is loaded, as it was here: the program has no snapshot(autoload=True)"
+STOPPED = "up to iteration {}, where it was stopped"
+LEARNING = "without learning: no parameter has changed"
 
 
 @pytest.mark.parametrize(
-    ("make_trainer", "iterations", "not_tried"),
+    ("make_trainer", "iterations", "limits"),
     [
-        (programs.unseeded, 5, [BY_ITSELF, LATER.format(5)]),
+        (programs.unseeded, 5, [STOPPED.format(5), BY_ITSELF]),
         (programs.short, 14, [BY_ITSELF]),
-        (programs.saving, 7, [BY_ITSELF, LATER.format(7)]),
+        (programs.saving, 7, [STOPPED.format(7), BY_ITSELF]),
         (programs.continuing, 20, []),
-        (programs.continuing, 6, [LATER.format(6)]),
-        (programs.frozen, 6, [BY_ITSELF, LATER.format(6), LEARNING]),
+        (programs.continuing, 6, [STOPPED.format(6)]),
+        (programs.frozen, 6, [STOPPED.format(6), BY_ITSELF, LEARNING]),
     ],
 )
-def test_what_was_not_tried_is_said_beside_a_run_that_is_exact(make_trainer, iterations, not_tried):
-    """Later epochs, learning, and whether the program continues at all; and kinds of state that are not looked into."""
-    lines = report(make_trainer, iterations=iterations, kill_after=2).splitlines()
-    assert lines[0].startswith("exact")
-    said = [line.removeprefix("Not tried: ") for line in lines if line.startswith("Not tried: ")]
-    assert len(said) == len(not_tried)
-    assert all(line.startswith(text) for line, text in zip(said, not_tried, strict=True))
-    assert any("Not looked into: generators and iterators, variables of other modules, hooks" in line for line in lines)
+def test_the_first_line_says_as_far_as_what_a_run_is_exact(make_trainer, iterations, limits):
+    """Up to the end of the run or not, by itself or not, with learning or not."""
+    line = report(make_trainer, iterations=iterations, kill_after=2).splitlines()[0]
+    assert line.startswith("exact, but only " if limits else "exact: killed once and resumed, the run is bit for bit")
+    said = line.removeprefix("exact, but only ").split("; only ")
+    assert [text for text, limit in zip(said, limits, strict=bool(limits)) if not text.startswith(limit)] == []
+
+
+@pytest.mark.parametrize("make_trainer", [programs.turned_late, programs.turned_for_a_while])
+def test_a_change_late_in_the_run_is_found(make_trainer):
+    """An attribute that is turned at the end of an epoch: the run is killed up to its end, and in each phase."""
+    text = finding(make_trainer, ResumeDiffers, iterations=None)
+    assert "observation/main/loss" in text
+    assert "updater.model:main.scale: 0.5 -> 1.0" in text
+
+
+def test_a_run_that_is_longer_than_its_seconds_is_exact_up_to_there():
+    """The first line says so."""
+    text = report(programs.counts_in_vain, iterations=None, seconds=0.05)
+    assert 1 < int(re.match(r"exact, but only up to iteration (\d+), where it was stopped", text)[1]) < 600
 
 
 def test_the_points_may_be_given():
     """Several, in any order, in place of those four."""
     text = report(programs.evaluated, kill_after=[7, 3])
-    assert "killed 2 times" in text
+    assert "Killed 2 times" in text
     assert "killed after iteration 3\n" in text
     assert "killed after iteration 7\n" in text
 
@@ -85,7 +98,7 @@ def test_what_no_state_holds_is_listed_though_the_runs_are_the_same():
     """With the way to save it."""
     text = report(programs.counts_in_vain, kill_after=4)
     assert text.startswith("exact")
-    assert "Not part of any state, in the killed run when it was saved -> in the resumed run:" in text
+    assert "Not part of any state, in the killed or uninterrupted run -> in the resumed run:" in text
     assert "updater.model:main.calls: 4 -> 0. To save it: register_buffer" in text
 
 
@@ -114,7 +127,7 @@ def test_a_program_seeded_by_the_clock_is_inconclusive_and_told_the_line_to_add(
     assert "They differ first before the first iteration, in the parameters: updater/model:main/layer/weight" in text
     assert "Random generators that begin otherwise each time: the global one of torch" in text
     assert "torch.manual_seed(0), in place of what seeds it by the clock" in text
-    assert "No unsaved state was found" in text
+    assert "nothing has changed that no state holds" in text
 
 
 def test_an_unseeded_generator_of_its_own_is_named_with_the_line_to_add():

@@ -94,7 +94,7 @@ def _search(
 ) -> dict[str, Any]:
     """Replay the iterations of which it is not known whether the condition holds, until it does."""
     first = evidence.first_unknown(condition)
-    settings = {"condition": condition, "needs_same_bits": False}
+    settings: dict[str, Any] = {"condition": condition, "needs_same_bits": False}
     if condition.holds(evidence.values.get(first)):
         replayed = recorded.replay(first, latest=first - 1, **settings)
         if replayed["match"] is None and replayed["same"] is not False:

@@ -14,8 +14,9 @@ from chainring.testing.verify_resume import NotTried, verify_program
 _HELP = """
 Run a script that trains with one Trainer several times in fresh processes:
 twice uninterrupted, and once killed by SIGKILL and resumed again and again:
-within an epoch, right after the end of one, right after an evaluation, and
-some iterations after a snapshot. Every iteration, the state at the end, the
+within an epoch, right after the end of one, right after an evaluation, in
+each phase of the run, and shortly before its end, some iterations after a
+snapshot. Every iteration, the state at the end, the
 rows of the logs and the other files that it writes are compared bit for bit,
 without times; the first difference is printed with its possible causes, and
 in any case what it changes and does not save. The trainer gets an out of its
@@ -39,9 +40,11 @@ _STATUS = {"exact": 0, "differs": 1, "inconclusive": 3}
 def add_to(commands: Any) -> None:
     purpose = "compare a script, killed and resumed, with its uninterrupted run"
     parser = add_command(commands, "verify-resume", run, purpose, _HELP)
-    text = "iterations of the uninterrupted run (default: 40, or some more than two epochs, as far as ten seconds go)"
+    text = "iterations of the uninterrupted run (default: to its end, as far as --seconds go)"
     parser.add_argument("--iterations", type=int, metavar="N", help=text)
-    text = "iterations until a kill, in place of the four; may be given several times"
+    text = "seconds that the uninterrupted run trains at most; all takes some three times as long (default: 20)"
+    parser.add_argument("--seconds", type=float, metavar="S", help=text)
+    text = "iterations until a kill, in place of those; may be given several times"
     parser.add_argument("--kill-after", type=int, action="append", metavar="K", help=text)
     text = "for each process (default: %(default)s)"
     parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help=text)
@@ -53,7 +56,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     runs = runs_in_sight(options.arguments)
     start = script_starter("chainring.testing._verified_run", options.script, options.arguments, runs)
-    settings = options.iterations, options.kill_after, options.timeout, options.keep
+    settings = options.iterations, options.kill_after, options.timeout, options.keep, options.seconds
     steps = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     try:
         with steps, ended_by_sigterm():
@@ -65,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
         "verdict": verdict.name, "same": verdict.name == "exact", "script": options.script,
         "arguments": options.arguments, "iterations": verdict.iterations,
         "kills": [vars(kill) for kill in verdict.kills], "not_reached": verdict.not_reached,
-        "unsaved": verdict.unsaved, "report": verdict.report,
+        "whole": verdict.is_whole, "continues": verdict.continues, "unsaved": verdict.unsaved, "caches": verdict.caches,
+        "not_looked_into": verdict.unseen, "report": verdict.report,
     }  # fmt: skip
     show(options, facts, [verdict.report])
     return _STATUS[verdict.name]

@@ -18,7 +18,7 @@ from chainring._places.base import MANIFEST
 from chainring._runs.comparison import Difference, Trace, describe_difference, differences
 from chainring.serializers._loading import read_state
 from chainring.testing._verified_run import Task
-from chainring.training._unsaved import changed, leaves, remedy, unsaved
+from chainring.training._unsaved import changed, leaves, may_be_cache, remedy, unsaved, unseen
 
 _TIME = "elapsed_time"
 _KINDS = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")  # causes first
@@ -138,6 +138,17 @@ def forgotten(killed: Task, resumed: Task) -> dict[str, str]:
     if len(memory) < 2 or not loaded:
         return {}
     return unsaved(changed(memory[0], memory[-2], memory[-1]), memory[-1], loaded[0])
+
+
+def compare_attributes(whole: Task, again: Task, resumed: Task) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Return by path what is another at the end of a resumed run, the same of what may be a cache, and what is not seen."""
+    end, end_again, end_resumed = (task.read("end") for task in (whole, again, resumed))
+    begin, caches, others = whole.records("memory")[0], list[str](), list[str]()
+    for path, text in end.items():
+        if end_again.get(path) == text:
+            (caches if path not in begin or may_be_cache(text) else others).append(path)
+    lost, lost_caches = (unsaved(paths, end, end_resumed) for paths in (others, caches))
+    return lost, lost_caches, unseen(end)
 
 
 def _read_trace(task: Task) -> Trace:
@@ -311,9 +322,9 @@ _FILES = (
     "the kill are gone. Write it from the state, or cut it back to the length that serialize(serializer) restores, as the "
     "writers of a LogReport do"
 )
-_NOT_COMPARED = (
-    "Not looked into: generators and iterators, variables of other modules, hooks, attributes named cache and lru_cache, "
-    "os.environ, files, lengths of dicts, and what follows the first 100 items of a container."
+_NOT_RUN = "Not tried: what the script does after its trainer's run, such as that of another Trainer"
+_NEVER_SEEN = (
+    "Never looked into: variables of installed packages, worker processes and other programs, and files that are only read."
 )
 _SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
 _MADE = {
@@ -323,16 +334,31 @@ _MADE = {
 }
 
 
-def format_exact(findings: Findings, kills: list[str], repetition: Repetition) -> list[str]:
-    """Return the lines for a run that is the uninterrupted one."""
+def format_exact(findings: Findings, kills: list[str], repetition: Repetition, first: Task) -> list[str]:
+    """Return the lines for a run that is the uninterrupted one, as far as that was tried."""
+    trace, facts = _read_trace(first), first.read("facts")
+    begin, end = min(trace), max(trace)
+    limits = []
+    if not facts["ended_itself"]:
+        limits.append(f"up to iteration {end}, where it was stopped")
+    if not facts["continues"]:
+        limits.append(
+            "if its state is loaded, as it was here: the program has no snapshot(autoload=True), and begins anew unless it "
+            "loads a snapshot in its own code"
+        )
+    if trace[begin]["parameters"] == trace[end]["parameters"]:
+        limits.append("without learning: no parameter has changed, since no optimizer has stepped with a gradient")
     times = "once" if len(kills) == 1 else f"{len(kills)} times"
     count = findings.compared_files
     files = f" In {count} files beside the logs no difference was found." if count else ""
     return [
-        f"exact: killed {times} and resumed, the run is bit for bit the uninterrupted one: {findings.count} values are the "
-        f"same after iteration {findings.iterations[0]}, and those of each iteration on the way.{files}",
+        *([f"exact, but only {'; only '.join(limits)}."] if limits else []),
+        f"{'Killed' if limits else 'exact: killed'} {times} and resumed, the run is bit for bit the uninterrupted one: "
+        f"{findings.count} values are the same after iteration {findings.iterations[0]}, and those of each iteration on the "
+        f"way.{files}",
         *(f"  killed {kill}" for kill in kills),
         *_left_out_lines(repetition, findings.left_out_files),
+        *([_NOT_RUN] if facts["is_script"] else []),
     ]
 
 
@@ -427,30 +453,21 @@ def format_unseeded(findings: Findings, generators: list[str]) -> list[str]:
     ]
 
 
-def format_limits(first: Task, facts: Mapping[str, Any]) -> list[str]:
-    """Return the lines for what a verification of so many iterations has not tried."""
-    trace, lines = _read_trace(first), []
-    begin, end = min(trace), max(trace)
-    if not facts["continues"]:
+def format_forgotten(unsaved: Mapping[str, str], caches: Mapping[str, str], unseen: Mapping[str, str]) -> list[str]:
+    """Return the lines for what the run has changed and no state holds, and for what could not be looked into."""
+    lines = ["In what was looked into, nothing has changed that no state holds."]
+    if unsaved:
+        lines = ["Not part of any state, in the killed or uninterrupted run -> in the resumed run:"]
+        lines += _shortened([f"  {path}: {text}. To save it: {remedy(path, text)}" for path, text in unsaved.items()])
+    if caches:
         lines.append(
-            "Not tried: whether the program continues by itself. It has no snapshot(autoload=True), and begins anew unless "
-            "it loads a snapshot in its own code; here its state was saved and loaded for it"
+            "Not part of any state either, which does not matter for caches and for results that are only collected:"
         )
-    if not facts["ended_itself"]:
-        lines.append(f"Not tried: what the program does after iteration {end}, such as a change at a later epoch")
-    if trace[begin]["parameters"] == trace[end]["parameters"]:
-        lines.append("Not tried: learning. No parameter has changed, since no optimizer has stepped with a gradient")
-    if facts["is_script"]:
-        lines.append("Not tried: what the script does after its trainer's run, such as that of another Trainer")
-    return lines
-
-
-def format_forgotten(unsaved: Mapping[str, str]) -> list[str]:
-    """Return the lines for what the run has changed and no state holds."""
-    if not unsaved:
-        return [f"No unsaved state was found in the attributes that were compared. {_NOT_COMPARED}"]
-    lines = [f"  {path}: {text}. To save it: {remedy(path, text)}" for path, text in unsaved.items()]
-    return ["Not part of any state, in the killed run when it was saved -> in the resumed run:", *_shortened(lines)]
+        lines += _shortened([f"  {path}: {text}" for path, text in caches.items()])
+    if unseen:
+        lines.append("Could not be looked into:")
+        lines += _shortened([f"  {path}: {text}" for path, text in unseen.items()])
+    return [*lines, _NEVER_SEEN]
 
 
 def _shortened(lines: list[str]) -> list[str]:

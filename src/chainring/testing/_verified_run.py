@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +24,16 @@ from chainring import _random, serializers
 from chainring.testing._live_traces import fingerprint
 from chainring.testing._processes import MARK, ProcessTask, call_make_trainer, run_script
 from chainring.training._entry import Entry, Observer
-from chainring.training._unsaved import attributes_of, checksum, describe_leaves
+from chainring.training._unsaved import Attributes, attributes_of, checksum, describe_leaves
 from chainring.training.extensions import Evaluator, LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
-_ENOUGH = 40  # iterations, where the run itself chooses its length
-_MOST_SECONDS = 10.0  # of training then, unless that were only a few iterations
-_AFTER_EPOCHS = 5  # iterations after the end of the second epoch
+_FEW = 10  # iterations, for which a run may take longer than its seconds
+_MOST_LOOKS, _LOOKS_EACH = 0.1, 8  # of the time of a run, and the iterations after which it may be looked at
+_RARELY = 4  # the part of the looks in which what marks a phase has changed at most
 _CACHES = frozenset(["__pycache__", ".cache", "matplotlib"])  # folders of files that are no results
 _SPEEDS = ("Throughput", "SystemMetrics")
 _HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # in the keys that an evaluation reports
@@ -43,10 +44,16 @@ class Task(ProcessTask):
     """One of the runs of a verification; iterations are counted as the updater does."""
 
     seed: int  # of the generators of Python, NumPy and torch before the script begins
-    length: int | None = None  # iterations from where the script begins; None for the run to choose
+    seconds: float  # of training, where no length is given
+    length: int | None = None  # iterations from where the script begins
     resume_from: str | None = None  # the name of a snapshot in its ``out``, which a killed run has left
     save_at: int | None = None  # the iteration after which a snapshot is taken
     kill_at: int | None = None  # that after which the process is killed
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the iterations are chosen by it after which others are killed."""
+        return self.run == "first"
 
     @property
     def snapshot(self) -> Path:
@@ -122,10 +129,11 @@ class _Recording(Observer):
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._task = task
         self._first = trainer.updater.iteration  # where the script begins, before a snapshot is loaded
-        self._counts_epochs = bool(getattr(trainer.updater, "counts_epochs", False))
         self._calls = 0
         self._began = 0.0
-        self._ends_of_epochs: list[int] = []
+        self._seen: Attributes = {}
+        self._changes: list[tuple[int, set[str]]] = []  # of attributes, and the iterations at which that was seen
+        self._looked = -1.0  # seconds
         self._events: set[str] = set()  # of the present iteration
         batches: list[dict[str, str]] = []
         self._batches = batches  # of the present iteration
@@ -146,7 +154,6 @@ class _Recording(Observer):
         iteration, task = trainer.updater.iteration, self._task
         if self._calls > 0 and trainer.updater.is_new_epoch:
             self._events.add("epoch")
-            self._ends_of_epochs.append(iteration - self._first)
         if any(not _HELD_OUT.isdisjoint(key.split("/")) for key in trainer.observation):
             self._events.add("evaluation")
         self._calls += 1
@@ -154,10 +161,13 @@ class _Recording(Observer):
             self._began = time.monotonic()
         trace = fingerprint(trainer, self._batches)
         _append(task, "jsonl", {"iteration": iteration, "events": [*self._events], "fingerprint": trace})
+        if task.chooses and ("epoch" in self._events or self._calls % _LOOKS_EACH == 0):
+            self._look(trainer, iteration)
         self._events.clear()
         self._batches.clear()
         if self._calls == 1 or (task.save_at is not None and task.save_at - 1 <= iteration <= task.save_at):
-            _append(task, "memory", attributes_of(trainer))  # at the start, and when a snapshot is taken and before
+            # At the start, and when a snapshot is taken and before.
+            _append(task, "memory", attributes_of(trainer, in_modules=True))
         if iteration == task.save_at:
             serializers.save(task.snapshot, trainer)
         if iteration == task.kill_at:
@@ -169,14 +179,25 @@ class _Recording(Observer):
         return stops
 
     def _is_long_enough(self, length: int) -> bool:
-        if self._task.length is not None:
-            return length >= self._task.length
-        seconds = time.monotonic() - self._began
-        if seconds > _MOST_SECONDS:
-            return length >= _ENOUGH // 4 or seconds > 3 * _MOST_SECONDS
-        if length < _ENOUGH or not self._counts_epochs:
-            return length >= _ENOUGH
-        return len(self._ends_of_epochs) >= 2 and length >= self._ends_of_epochs[1] + _AFTER_EPOCHS
+        task, seconds = self._task, time.monotonic() - self._began
+        if task.length is not None:
+            return length >= task.length
+        return length > 1 and seconds > task.seconds and (length >= _FEW or seconds > 3 * task.seconds)
+
+    def _look(self, trainer: Trainer, iteration: int) -> None:
+        """Note which attributes have changed since the last look, unless the looks would take too long."""
+        began = time.monotonic()
+        if self._looked <= _MOST_LOOKS * (began - self._began):
+            seen = attributes_of(trainer, in_modules=True)
+            self._changes.append((iteration, {path for path, text in self._seen.items() if seen.get(path) != text}))
+            self._seen = seen
+            self._looked += time.monotonic() - began
+
+    def _phases(self) -> list[int]:
+        """Return the iterations at which attributes had changed that do so rarely."""
+        counts = Counter(path for _, paths in self._changes for path in paths)
+        rare = {path for path, count in counts.items() if count * _RARELY <= len(self._changes)}
+        return [iteration for iteration, paths in self._changes if not rare.isdisjoint(paths)]
 
     def save(self, trainer: Trainer, ended_itself: bool) -> None:
         """Save the state at the end, and facts that explain a difference; once."""
@@ -185,6 +206,7 @@ class _Recording(Observer):
         reports = [entry.extension for entry in trainer.entries if isinstance(entry.extension, LogReport)]
         facts = {
             "ended_itself": ended_itself,
+            "phases": self._phases(),
             "is_script": __name__ == "__main__",
             "continues": any(getattr(entry.extension, "autoload", False) for entry in trainer.entries if entry.is_snapshot),
             "threads": torch.get_num_threads(),
@@ -193,6 +215,7 @@ class _Recording(Observer):
             "speeds": [entry.name for entry in trainer.entries if type(entry.extension).__name__ in _SPEEDS],
             "clocks": [entry.name for entry in trainer.entries if isinstance(entry.trigger, TimeTrigger)],
         }
+        _append(self._task, "end", attributes_of(trainer, in_modules=True))
         serializers.save(self._task.path("state"), trainer)
         self._task.path("facts").write_text(json.dumps(facts))
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from chainring._messages import info
@@ -22,7 +23,7 @@ from chainring.testing._processes import HungError, Start, failure_of, function_
 from chainring.testing._resume_findings import Files, Findings, Repetition
 from chainring.testing._verified_run import Task, run_made_trainer
 
-_TIMEOUT = 120.0  # seconds
+_TIMEOUT, _SECONDS = 120.0, 20.0
 _MARGIN = 10  # iterations, by which another run may exceed one that ended by itself
 _WITHIN, _END, _EVALUATION, _REDONE = (
     "within an epoch",
@@ -30,7 +31,9 @@ _WITHIN, _END, _EVALUATION, _REDONE = (
     "right after an evaluation",
     "some iterations after a snapshot, so that work is redone",
 )
+_LATER = "later in the run"
 _MOST_REDONE = 5  # iterations
+_LONG, _MOST_PHASES = 16, 4  # iterations that are left after the first kills; phases in which it is killed
 
 
 class ResumeDiffers(AssertionError):  # noqa: N818 - it is read as a finding
@@ -71,16 +74,18 @@ def verify_resume(
     timeout: float = _TIMEOUT,
     directory: str | os.PathLike[str] | None = None,
     start_method: Literal["spawn", "forkserver"] = "spawn",
+    seconds: float | None = None,
 ) -> str:
     """Kill a training run, resume it, and compare it bit for bit with an uninterrupted run.
 
     Each run creates the trainer again in a new process. Two runs are not interrupted, and must be equal; another is saved
-    and killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, and some iterations
-    after a snapshot, and is resumed each time. After each iteration the batches, the random generators, the reported
-    values, the models and the optimizers are compared, and at the end every tensor and value of the state, every row of
-    the logs, and the files that the run has written beside them. The trainer keeps its own extensions and stop trigger,
-    and gets a separate ``out``. Python's, NumPy's and torch's generators are seeded before ``make_trainer`` is called:
-    differently in a resumed process, as in a program that does not seed them.
+    and killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, later in the run and in
+    each of its phases, and shortly before its end, some iterations after a snapshot, and is resumed each time. A phase
+    begins where an attribute changes that seldom does. After each iteration the batches, the random generators, the
+    reported values, the models and the optimizers are compared, and at the end every tensor and value of the state, every
+    row of the logs, the files that the run has written beside them, and what its objects and modules hold. The trainer
+    keeps its own extensions and stop trigger, and gets a separate ``out``. Python's, NumPy's and torch's generators are
+    seeded before ``make_trainer`` is called: differently in a resumed process, as in a program that does not seed them.
 
     Times are not compared: ``elapsed_time``, speeds, the state of a `TimeTrigger`, and values that two uninterrupted runs
     write differently although everything else is equal; the report names those.
@@ -93,17 +98,19 @@ def verify_resume(
         make_trainer: a function at the top level of a module, which returns a trainer that has not run. It is called with
             the ``out`` to use, or without arguments if it has no such parameter; the trainer's ``out`` is set in any
             case.
-        iterations: the length of the uninterrupted run; by default 40, or somewhat more than two epochs, limited to ten
-            seconds.
-        kill_after: the iteration after which to kill the run, or several, instead of those four points.
+        iterations: the length of the uninterrupted run; by default to its own end, as far as ``seconds`` go.
+        kill_after: the iteration after which to kill the run, or several, instead of those points.
         timeout: the time limit of each process, in seconds.
         directory: a new or empty directory for the files of all runs; by default they are removed.
         start_method: how processes are started, see ``multiprocessing``. Under ``"forkserver"`` they share the imports of
             the server and start sooner; the order of sets is then the same in all.
+        seconds: the time for which the uninterrupted run trains, unless ``iterations`` are given; by default 20. A longer
+            run is verified up to there, as the report says first. The whole takes three times as long, and a start of the
+            program for each run and kill.
 
     Returns:
-        The report, with the kills, the number of values compared, the keys left out, and changes that are not part of any
-        state.
+        The report, with the kills, the number of values compared, the keys left out, changes that are not part of any
+        state, and what was not tried or looked into.
 
     Raises:
         ResumeDiffers: the runs differ.
@@ -124,7 +131,7 @@ def verify_resume(
     if getattr(make_trainer, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise TypeError(f"{rule}, and a function that was typed in is not in a file; {remedy}")
     start = function_starter(functools.partial(run_made_trainer, make_trainer), multiprocessing.get_context(start_method))
-    verdict = verify_program(start, "", iterations, kill_after, timeout, directory)
+    verdict = verify_program(start, "", iterations, kill_after, timeout, directory, seconds)
     if verdict.name == "differs":
         raise ResumeDiffers(verdict.report)
     if verdict.name == "inconclusive":
@@ -154,7 +161,11 @@ class Verdict:
     iterations: int = 0
     kills: list[Kill] = field(default_factory=list)
     not_reached: list[str] = field(default_factory=list)  # kinds of points
-    unsaved: dict[str, str] = field(default_factory=dict)  # by path, what changes: the value when saved -> when loaded
+    unsaved: dict[str, str] = field(default_factory=dict)  # by path, what changes: uninterrupted, or saved -> resumed
+    caches: dict[str, str] = field(default_factory=dict)  # the same of what may be a cache, or is of an installed package
+    unseen: dict[str, str] = field(default_factory=dict)  # by path, what could not be looked into
+    is_whole: bool = False  # whether the run has come to its own end
+    continues: bool = False  # whether the program continues by itself
 
 
 def verify_program(
@@ -164,6 +175,7 @@ def verify_program(
     kill_after: int | Sequence[int] | None,
     timeout: float,
     directory: str | os.PathLike[str] | None,
+    seconds: float | None,
 ) -> Verdict:
     """Run a program several times in a directory, removed by default, and compare what its runs did; see `verify_resume`."""
     points = [] if kill_after is None else [kill_after] if isinstance(kill_after, int) else sorted(set(kill_after))
@@ -175,12 +187,15 @@ def verify_program(
             raise ValueError(f"a run of {iterations or 'some'} iterations is killed after 1{most}, got kill_after={point}")
     if not timeout > 0:
         raise ValueError(f"timeout is a number of seconds above 0, got {timeout!r}")
+    seconds = min(_SECONDS, timeout / 3) if seconds is None else seconds
+    if not 0 < seconds < timeout:
+        raise ValueError(f"a run trains for more than 0 and less than its timeout of {timeout:g} seconds, got {seconds!r}")
     path = tempfile.mkdtemp(prefix="verify-resume-") if directory is None else os.path.abspath(directory)
     try:
         os.makedirs(path, exist_ok=True)
         if os.listdir(path):
             raise FileExistsError(f"{path} is not empty; give a new directory")
-        return _Verification(start, name, path, timeout).judge(iterations, points)
+        return _Verification(start, name, path, timeout, seconds).judge(iterations, points)
     finally:
         if directory is None:
             shutil.rmtree(path, ignore_errors=True)
@@ -189,14 +204,14 @@ def verify_program(
 class _Verification:
     """The runs of one program, and what was found in them."""
 
-    def __init__(self, start: Start, name: str, directory: str, timeout: float) -> None:
-        self._start, self._name, self._directory, self._timeout = start, name, directory, timeout
+    def __init__(self, start: Start, name: str, directory: str, timeout: float, seconds: float) -> None:
+        self._start, self._name, self._directory, self._timeout, self._seconds = start, name, directory, timeout, seconds
         self._length: int | None = None  # of the runs after the first
         self._mark = secrets.token_hex(16)
         self._seeds = secrets.randbits(32), secrets.randbits(32)
         self._whole_files: list[Files] = []  # of the two uninterrupted runs, read before another run adds to them
         self._verdict = Verdict("exact")
-        self._first: Task | None = None  # once it has run
+        self._whole: list[Task] = []  # those that are not interrupted
         self._has_searched = False  # in a resumed run, for what no state holds
 
     def judge(self, iterations: int | None, points: list[int]) -> Verdict:
@@ -208,15 +223,14 @@ class _Verification:
             lines = [f"inconclusive: {hung}"]
         if verdict.not_reached:
             lines.append(f"Not reached in {verdict.iterations} iterations: {'; '.join(verdict.not_reached)}")
-        if self._first is not None and verdict.name == "exact":
-            lines += _resume_findings.format_limits(self._first, self._first.read("facts"))
-        lines += _resume_findings.format_forgotten(verdict.unsaved) if self._has_searched else []
+        if self._has_searched:
+            lines += _resume_findings.format_forgotten(verdict.unsaved, verdict.caches, verdict.unseen)
         verdict.report = "\n".join(lines)
         return verdict
 
     def _compare(self, iterations: int | None, points: list[int]) -> list[str]:
         verdict = self._verdict
-        self._first = first = self._run_whole("first", iterations)
+        first = self._run_whole("first", iterations)
         events = {record["iteration"]: record["events"] for record in first.records("jsonl")}
         begin = min(events)
         length = verdict.iterations = max(events) - begin
@@ -228,11 +242,12 @@ class _Verification:
         if points:
             verdict.kills = [Kill(begin + point, begin + point) for point in points]
         else:
-            verdict.kills, verdict.not_reached = _choose_kills(events)
+            verdict.kills, verdict.not_reached = _choose_kills(events, first.read("facts")["phases"])
         kills = verdict.kills
         if not kills:
             raise NotTried(f"the run ended after {length} iterations by itself: let it train for longer, to be killed")
         facts = first.read("facts")
+        verdict.is_whole, verdict.continues = facts["ended_itself"], facts["continues"]
         self._length = iterations or length + (_MARGIN if facts["ended_itself"] else 0)
         repetition = _resume_findings.compare_repeated(first, self._run_whole("second", self._length))
         if repetition.differs:
@@ -242,7 +257,7 @@ class _Verification:
             return _resume_findings.format_repetition(repetition, facts, shared)
         findings, kill, resumed = self._resume(first, kills, repetition, self._seeds[1], "")
         if not findings.differs:
-            return _resume_findings.format_exact(findings, list(map(str, kills)), repetition)
+            return _resume_findings.format_exact(findings, list(map(str, kills)), repetition, first)
         if generators := _resume_findings.differing_generators(first, resumed):
             seeds = self._seeds[0], " with the same draws"
             again, kill_again, resumed_again = self._resume(first, kills, repetition, *seeds)
@@ -260,6 +275,7 @@ class _Verification:
         code = self._launch(task, name)
         if code != 0 or not _is_saved(task):
             raise NotTried(failure_of(task, code, f"{name}, failed" if run == "second" else f"{name} failed"))
+        self._whole.append(task)
         self._whole_files.append(_resume_findings.read_files([task], task.read("facts")["logs"]))
         return task
 
@@ -292,6 +308,11 @@ class _Verification:
             files, files_again = self._whole_files
             resumed_files = _resume_findings.read_files(runs, first.read("facts")["logs"])
             _resume_findings.compare_files(findings, files, files_again, resumed_files)
+        if not findings.differs:
+            verdict = self._verdict
+            lost, caches, verdict.unseen = _resume_findings.compare_attributes(first, self._whole[1], resumed)
+            verdict.unsaved = lost | verdict.unsaved
+            verdict.caches = {path: text for path, text in caches.items() if path not in verdict.unsaved}
         return findings, kill, resumed
 
     def _launch(self, task: Task, text: str) -> int:
@@ -305,15 +326,18 @@ class _Verification:
 
     def _task(self, run: str, **settings: Any) -> Task:
         out = os.path.join(self._directory, f"out of the {run} run")
-        return Task(run, self._directory, out, self._mark, self._seeds[0], **settings)
+        return Task(run, self._directory, out, self._mark, self._seeds[0], self._seconds, **settings)
 
 
 def _is_saved(task: Task) -> bool:
     return task.is_done and (task.path("state") / STATE).exists()
 
 
-def _choose_kills(events: Mapping[int, list[str]]) -> tuple[list[Kill], list[str]]:
-    """Return the kills of one run that is resumed after each, and which kinds of points the run does not reach."""
+def _choose_kills(events: Mapping[int, list[str]], phases: Sequence[int]) -> tuple[list[Kill], list[str]]:
+    """Return the kills of one run that is resumed after each, and which kinds of points the run does not reach.
+
+    The ``phases`` are the iterations at which some begin.
+    """
     first, last = min(events), max(events)
     inner = range(first + 1, last)
     epochs, evaluations = ([at for at in inner if event in events[at]] for event in ("epoch", "evaluation"))
@@ -332,12 +356,16 @@ def _choose_kills(events: Mapping[int, list[str]]) -> tuple[list[Kill], list[str
     candidates = [at for at in inner if at not in epochs]
     if candidates:
         add(min(candidates, key=lambda at: (abs(at - middle), at)), _WITHIN)
-    # Some iterations after a snapshot; or the latest of these is resumed from an earlier snapshot.
     latest = max(kills, default=first)
-    at = min(last - 1, max(latest + 3, (latest + last) // 2))
-    if len(epochs) > 1 and epochs[1] + 2 < last:
-        at = epochs[1] + 2
-    for point in (at, latest):
+    if last - latest > _LONG:
+        add((latest + last) // 2, _LATER)
+    begins = [at for at in phases if at > latest]
+    for begin, end in pairwise(begins[:: -(-len(begins) // _MOST_PHASES) or 1]):
+        if not any(begin <= at < end for at in kills):
+            add((begin + end) // 2, _LATER)
+    # Shortly before the end, some iterations after a snapshot; or the latest of these is resumed from an earlier snapshot.
+    latest = max(kills, default=first)
+    for point in (max(last - 2, min(last - 1, latest + 3)), latest):
         before = max((other for other in kills if other < point), default=first)
         if before + 1 < point and (point not in kills or point == latest):
             add(point, _REDONE)

@@ -6,14 +6,23 @@ differ where the bits differ.
 
 from __future__ import annotations
 
+import array
+import datetime
+import enum
+import io
 import itertools
+import operator
+import os
 import re
 import sys
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import BuiltinMethodType, FunctionType, ModuleType
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from types import BuiltinMethodType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,20 +41,28 @@ Attributes = dict[str, str]
 
 _MAX_WRITTEN = 4  # elements up to which a tensor is written out
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_VALUES = (enum.Enum, Fraction, Decimal, PurePath, datetime.date, datetime.time, datetime.timedelta, range, slice)
+_BUFFERS = (bytearray, memoryview, array.array)
 _ARRAYS = (Tensor, np.ndarray)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _NOT_WALKED = (type, ModuleType, BuiltinMethodType)
 _DISPLAYS = frozenset({"tqdm", "rich", "wandb", "mlflow", "tensorboard", "matplotlib", "optuna", "logging"})
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ITEMS, _MAX_BYTES = 8, 20_000, 100, 2**26
+_LEAST_BYTES = 2**12  # that an array counts for, since each takes time
 _SAMPLED = 2**16  # elements of an array that is looked at in part
 _NOT_PERSISTENT = " (a buffer with persistent=False)"
-_FOREIGN = "\0"  # ends the text of what belongs to an installed package
+# What ends the text of what belongs to an installed package, of what may be a cache, and of what cannot be looked into.
+_FOREIGN, _CACHE, _UNSEEN = _MARKS = "\0\1\2"
 _TIMES = frozenset(
     ["time", "times", "elapsed", "seconds", "duration", "durations", "clock", "wall", "timestamp", "timestamps", "speed"]
 )
 _CACHES = frozenset(["cache", "caches", "cached", "memo"])
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+# Of Python's own library, what is walked as an object of the script is, and the modules whose other objects have state.
+_OPEN = frozenset(["SimpleNamespace", "Namespace", "UserDict", "UserList", "Event", "Semaphore", "BoundedSemaphore"])
+_CLOSED = frozenset(["queue", "_queue", "sqlite3", "mmap", "shelve", "contextvars", "_contextvars", "multiprocessing"])
 _INDEX = re.compile(r"((\[[^\]]*\])+|, length)$")
+_SETTINGS = (torch.get_default_dtype, torch.get_float32_matmul_precision, torch.is_grad_enabled, torch.get_num_threads)
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
 
@@ -118,23 +135,43 @@ def is_time(value: Any) -> bool:
     return not number.is_integer() and any(-600 < number - clock() < 1 for clock in _CLOCKS)
 
 
-def attributes_of(trainer: Trainer, stop_trigger: Any = None) -> Attributes:
-    """Return what the objects of a trainer hold, saved or not, by path: values, arrays, generators, lengths of lists."""
+def attributes_of(trainer: Trainer, *, in_modules: bool = False) -> Attributes:
+    """Return what the objects of a trainer hold, saved or not, by path: values, arrays, generators, lengths of lists.
+
+    With ``in_modules`` also the variables of the script's modules, the environment, settings of torch, and what follows the
+    first items of long containers.
+    """
     updater = trainer.updater
     models = {name: unwrap(model) for name, model in updater.get_all_models().items()}
     roots: dict[str, Any] = {f"updater.model:{name}": model for name, model in models.items()}
     roots |= {f"updater.iterator:{name}": iterator for name, iterator in updater.get_all_iterators().items()}
+    roots |= {f"updater.optimizer:{name}": optimizer for name, optimizer in updater.get_all_optimizers().items()}
     roots["updater"] = updater
     for entry in trainer.entries:
         roots |= {f"extensions.{entry.name}": entry.extension, f"extensions.{entry.name}.trigger": entry.trigger}
-    roots["stop_trigger"] = trainer.stop_trigger if stop_trigger is None else stop_trigger
+    roots["stop_trigger"] = trainer.stop_trigger
     loaders = [getattr(iterator, "loader", None) for iterator in updater.get_all_iterators().values()]
     generators = [item for loader in loaders for item in generators_of(members_of(loader, is_loader=True))]
     saved = [*updater.get_all_optimizers().values(), *generators]  # these are put back with the first batch of a resumed run
     walk = _Walk(models.values(), saved, [trainer, *roots.values()])
     for path, root in roots.items():
         walk.visit(path, root, is_root=True)
+    if in_modules:
+        for path, value in _variables_of_modules().items():
+            walk.visit(path, value)
+        walk.visit_rest()
     return walk.attributes
+
+
+def _variables_of_modules() -> dict[str, Any]:
+    variables: dict[str, Any] = {f"torch.{get.__name__}()": get() for get in _SETTINGS}
+    for name, text in os.environ.items():  # which may be secret
+        variables[f"os.environ.{name}"] = f"a text of CRC {zlib.crc32(os.fsencode(text)):08x}"
+    for module in {id(module): module for module in [*sys.modules.values()] if isinstance(module, ModuleType)}.values():
+        if vars(module).get("__file__") and defined_by(_Named(module.__name__)) == "user":
+            names = {name: item for name, item in vars(module).items() if not name.startswith("__")}
+            variables |= {f"variable {module.__name__}.{name}": item for name, item in names.items()}
+    return variables
 
 
 def changed(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
@@ -146,6 +183,8 @@ def changed(before: Attributes, between: Attributes, after: Attributes) -> list[
 
 
 def _has_changed(before: str | None, between: str | None, after: str) -> bool:
+    if after.endswith((_CACHE, _UNSEEN)):
+        return False
     is_foreign = after.endswith(_FOREIGN)
     if before == after or between is None:
         return before is not None and before != after and not is_foreign
@@ -160,15 +199,27 @@ def unsaved(paths: Iterable[str], expected: Attributes, loaded: Attributes) -> d
     differing: dict[str, str] = {}
     for path in paths:
         if expected.get(path) != loaded.get(path):
-            texts = (texts_at.get(path, "nothing").removesuffix(_FOREIGN) for texts_at in (expected, loaded))
+            texts = (texts_at.get(path, "nothing").rstrip(_MARKS) for texts_at in (expected, loaded))
             differing.setdefault(_INDEX.sub("", path), " -> ".join(texts))
     return differing
+
+
+def may_be_cache(text: str) -> bool:
+    """Return whether a text is of what may be a cache, or belongs to an installed package."""
+    return text.endswith((_FOREIGN, _CACHE))
+
+
+def unseen(attributes: Attributes) -> dict[str, str]:
+    """Return by path what could not be looked into, in words."""
+    return {path: text.rstrip(_UNSEEN) for path, text in attributes.items() if text.endswith(_UNSEEN)}
 
 
 def remedy(path: str, text: str) -> str:
     """Return what makes an attribute of this path state, given the text of its value."""
     if path.endswith(_NOT_PERSISTENT):
         return "register it with persistent=True"
+    if path.endswith(", hooks"):
+        return "register them where the program starts"
     if text.startswith("an optimizer"):
         return "give it to the updater among its optimizers"
     if " in state " in text:
@@ -177,7 +228,16 @@ def remedy(path: str, text: str) -> str:
         return "register_buffer, or a serialize(serializer) of the module"
     if path.startswith("updater.iterator:"):
         return "serialize(serializer), or state_dict() and load_state_dict(state), of the iterator or loader"
+    if path.startswith("variable "):
+        return "make it an attribute of an extension that has serialize(serializer)"
     return "serialize(serializer) of the object that holds it"
+
+
+class _Named:
+    """What `defined_by` asks of a definition."""
+
+    def __init__(self, module: str) -> None:
+        self.__module__ = module
 
 
 class _Walk:
@@ -190,43 +250,73 @@ class _Walk:
         self._visited: dict[int, Any] = {}  # kept alive, so that no id is given out twice
         self._roots = set(map(id, roots))  # each has a path of its own
         self._bytes_left = _MAX_BYTES
+        self._rest: list[tuple[str, Any, int, str]] = []  # long containers, of which the first items were visited
 
     def visit(self, path: str, value: Any, depth: int = 0, origin: str = "user", is_root: bool = False) -> None:
         """Record a value and whatever it refers to; of an attribute of a library only the user's objects in it."""
-        if isinstance(value, _PLAIN + _ARRAYS):
-            if origin != "library" and not _is_named(_CACHES, path):
+        if isinstance(value, _PLAIN + _ARRAYS + _VALUES + _BUFFERS):
+            if origin != "library":
                 is_left_out = is_time(value) or (isinstance(value, (float, *_ARRAYS)) and _is_named(_TIMES, path))
                 self._record(path, "a time" if is_left_out else self._describe(value), origin)
             return
         if id(value) in self._visited or (id(value) in self._roots and not is_root):
             return
-        if depth > _MAX_DEPTH or len(self._visited) > _MAX_OBJECTS:
+        if len(self._visited) > _MAX_OBJECTS:
+            self._record("the objects that follow", f"more than {_MAX_OBJECTS:,}", _UNSEEN)
+            return
+        if depth > _MAX_DEPTH:
+            if origin == "user":
+                self._record(path, f"an object behind {depth - 1} others", _UNSEEN)
             return
         self._visited[id(value)] = value
         if is_generator(value):
             if id(value) not in self._saved:
                 self._record(path, f"a {type(value).__name__} in state {checksum(generator_state(value))}", "user")
         elif isinstance(value, torch.optim.Optimizer):
+            self.visit(f"{path}, hooks", _hooks_of(value), depth + 1)
             if id(value) not in self._saved:
                 self._record(path, f"an optimizer in state {checksum(value.state_dict())}", "user")
         elif any(_package(base) in _DISPLAYS for base in type(value).__mro__):
             return
+        elif origin == "user" and (text := _text_of_builtin(value)) is not None:
+            self._record(path, *text)
         elif not (origin == "foreign" and path.startswith("updater.iterator:") and has_state(value)):
-            # A dict that grows is a cache, and results are collected in lists that a script has in variables.
-            is_counted = isinstance(value, _CONTAINERS) and not isinstance(value, dict) and not path.endswith("'")
-            if is_counted and origin != "library" and not _is_named(_CACHES | _TIMES, path):
-                self._record(f"{path}, length", str(len(value)), origin)
-            for child_path, child, child_origin in self._references(path, value, origin):
+            if isinstance(value, _CONTAINERS) and origin != "library" and not _is_named(_TIMES, path):
+                self._record(f"{path}, length", str(len(value)), _CACHE if _collects(path, value) else origin)
+            for child_path, child, child_origin in self._references(path, value, depth, origin):
                 self.visit(child_path, child, depth + 1, child_origin)
 
+    def visit_rest(self) -> None:
+        """Visit what follows the first items of long containers, as far as the limits go."""
+        for path, value, depth, origin in self._rest:
+            plain = list[Any]()
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for index, (key, item) in enumerate(itertools.islice(items, _MAX_ITEMS, None), _MAX_ITEMS):
+                if isinstance(item, _PLAIN):
+                    plain.append((key, item) if isinstance(key, _PLAIN) else item)
+                elif len(self._visited) > _MAX_OBJECTS or self._bytes_left < 0:
+                    self._record(path, f"what follows its first {index:,} items", _UNSEEN)
+                    break
+                else:
+                    self.visit(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else path, item, depth + 1, origin)
+            if plain and origin != "library":
+                text = f"{len(plain)} items of CRC {zlib.crc32(repr(plain).encode()):08x}"
+                self._record(f"{path}[{_MAX_ITEMS}:]", text, _CACHE if _collects(path, value) else origin)
+        self._rest.clear()
+
     def _record(self, path: str, text: str, origin: str) -> None:
-        self.attributes[path] = text + (_FOREIGN if origin == "foreign" else "")
+        mark = {"user": "", "library": "", "foreign": _FOREIGN}.get(origin, origin)
+        self.attributes[path] = text + (_CACHE if _is_named(_CACHES, path) and not mark else mark)
 
     def _describe(self, value: Any) -> str:
         """Return the description of a value; when too many bytes were read already, that of evenly spaced elements."""
         try:
+            if isinstance(value, _BUFFERS):
+                return f"{len(value)} items of CRC {zlib.crc32(value):08x}"
+            if isinstance(value, _VALUES) and not isinstance(value, _PLAIN):
+                return repr(value)
             if isinstance(value, _ARRAYS):
-                self._bytes_left -= value.nbytes
+                self._bytes_left -= max(value.nbytes, _LEAST_BYTES)
                 if self._bytes_left < 0 and value.nbytes > 8 * _SAMPLED:
                     flat = value.detach().reshape(-1) if isinstance(value, Tensor) else value.reshape(-1)
                     return f"{tuple(value.shape)}, in part {describe(flat[:: max(len(flat) // _SAMPLED, 1)])}"
@@ -234,9 +324,11 @@ class _Walk:
         except (RuntimeError, NotImplementedError, TypeError, ValueError):  # a tensor of a kind that has no bytes to read
             return type(value).__name__
 
-    def _references(self, path: str, value: Any, origin: str) -> Iterator[tuple[str, Any, str]]:
+    def _references(self, path: str, value: Any, depth: int, origin: str) -> Iterator[tuple[str, Any, str]]:
         """Yield the path, the object and the origin of everything that a value refers to."""
         if isinstance(value, _CONTAINERS):
+            if len(value) > _MAX_ITEMS:
+                self._rest.append((path, value, depth, origin))
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in [*itertools.islice(items, _MAX_ITEMS)]:
                 yield (f"{path}[{key!r}]" if isinstance(key, _PLAIN) else path), item, origin
@@ -244,9 +336,19 @@ class _Walk:
             value, _NOT_WALKED
         ):  # a user's: its attributes, and the outer variables that it uses
             for kind, name, item in references(value):
+                if name == "__class__":
+                    continue
                 below = {"attribute": f".{name}", "function": "", "object": ""}.get(kind, f", {kind} {name!r}")
                 yield path + below, item, "library" if kind == "argument" and isinstance(item, _PLAIN) else "user"
-        elif not isinstance(value, _NOT_WALKED) and _package(type(value)) not in sys.stdlib_module_names:
+        elif isinstance(value, GeneratorType):
+            yield from _of_generator(path, value)
+        elif isinstance(value, type) and defined_by(value) == "user":
+            for name, item in vars(value).items():
+                if not name.startswith("__") and not callable(item) and not hasattr(item, "__get__"):
+                    yield f"{path}.{name}", item, "user"
+        elif not isinstance(value, _NOT_WALKED) and (
+            type(value).__name__ in _OPEN or _package(type(value)) not in sys.stdlib_module_names
+        ):
             yield from self._of_attributes(path, value)
 
     def _of_attributes(self, path: str, value: Any) -> Iterator[tuple[str, Any, str]]:
@@ -257,13 +359,17 @@ class _Walk:
                 slots = vars(base).get("__slots__", ())
                 names = [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
                 attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
-                for name, item in vars(base).items():  # a default that the object has not replaced yet
-                    if isinstance(item, _PLAIN) and not name.startswith("__"):
-                        attributes.setdefault(name, item)
+                for name, item in vars(base).items():
+                    if isinstance(item, FunctionType):
+                        yield from _of_method(path, item)
+                    elif isinstance(item, _PLAIN + _VALUES + _CONTAINERS) and not name.startswith("__"):
+                        attributes.setdefault(name, item)  # a default that the object has not replaced yet, or shares
         for name, item in attributes.items():
             if not (is_module and name in ("_parameters", "_buffers", "_modules")):
                 yield f"{path}.{name}", item, origin_of(name)
         if is_module:
+            hooks = [hook for owner in (value, *value._parameters.values()) for hook in _hooks_of(owner)]
+            yield f"{path}, hooks", hooks, "user"
             for name in sorted(value._non_persistent_buffers_set):
                 yield f"{path}.{name}{_NOT_PERSISTENT}", value._buffers[name], defined_by(cls)
             if id(value) not in self._saved:
@@ -273,6 +379,54 @@ class _Walk:
                 yield f"{path}.{name}", child, "user"
 
 
+def _of_method(path: str, method: FunctionType) -> Iterator[tuple[str, Any, str]]:
+    """Yield the outer variables of a method of a class that a function makes."""
+    for kind, name, item in references(method):
+        if kind == "variable" and name in method.__code__.co_freevars and name != "__class__":
+            yield f"{path}, variable {name!r}", item, "user"
+
+
+def _hooks_of(value: Any) -> list[Any]:
+    """Return the hooks that the script has registered on a module, an optimizer or a parameter."""
+    names = [*getattr(value, "__dict__", {}), "_backward_hooks", "_post_accumulate_grad_hooks"]
+    registered = [getattr(value, name, None) for name in dict.fromkeys(names) if name.endswith("_hooks")]
+    hooks = [hook for hooks in registered if isinstance(hooks, dict) for hook in hooks.values() if callable(hook)]
+    owners = ((hook, getattr(hook, "__self__", getattr(hook, "func", hook))) for hook in hooks)
+    return [hook for hook, owner in owners if defined_by(owner if hasattr(owner, "__name__") else type(owner)) == "user"]
+
+
+def _of_generator(path: str, value: GeneratorType[Any, Any, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield where a generator stands, and its variables."""
+    if (frame := value.gi_frame) is not None:  # it has not ended
+        origin = defined_by(_Named(str(frame.f_globals.get("__name__"))))
+        yield f"{path}, position", frame.f_lasti, origin
+        for name, item in frame.f_locals.items():
+            yield f"{path}, variable {name!r}", item, origin
+        yield f"{path}, yield from", value.gi_yieldfrom, origin
+
+
+def _text_of_builtin(value: Any) -> tuple[str, str] | None:
+    """Return what stands for the state of an iterator, a file or another object of Python's own, and its mark."""
+    cls = type(value)
+    package, name = _package(cls), f"{'an' if cls.__name__[0] in 'aeiou' else 'a'} {cls.__name__}"
+    if cls.__name__ == "_lru_cache_wrapper":
+        return f"{value.cache_info().currsize} results", _CACHE
+    if package not in sys.stdlib_module_names or isinstance(value, GeneratorType):
+        return None
+    if isinstance(value, (itertools.count, itertools.repeat)):
+        return repr(value), "user"
+    if isinstance(value, Iterator) and (left := operator.length_hint(value, -1)) >= 0:
+        return f"{name} with {left} items left", "user"
+    is_closed = isinstance(value, (Iterator, io.IOBase)) or package in _CLOSED
+    is_stream = any(value is stream for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return (name, _UNSEEN) if is_closed and not is_stream else None
+
+
+def _collects(path: str, container: Any) -> bool:
+    """Return whether it may grow without being state: a dict as a cache, a variable of the script as its results."""
+    return isinstance(container, dict) or path.endswith("'") or path.startswith("variable ")
+
+
 def _attribute_origins(cls: type) -> Callable[[str], str]:
     """Return a function that gives the origin of an attribute by its name, as `defined_by` does of a class.
 
@@ -280,6 +434,8 @@ def _attribute_origins(cls: type) -> Callable[[str], str]:
     """
     origins = [defined_by(base) for base in cls.__mro__ if _package(base) not in sys.stdlib_module_names]
     extended = next((origin for origin in origins if origin != "user"), "user")
+    if not origins:  # a namespace of Python's own
+        return lambda name: "user"
     if defined_by(cls) != "user" or extended == "user":
         return lambda name: origins[0]
     if issubclass(cls, nn.Module):
