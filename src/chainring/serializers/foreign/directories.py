@@ -31,7 +31,7 @@ from chainring.serializers.foreign.content import (
     to_entries,
     to_optimizer,
 )
-from chainring.serializers.foreign.files import PATHS, from_dictionary, is_regular_file, read_torch
+from chainring.serializers.foreign.files import PATHS, from_dictionary, read_torch
 
 _STATE = "trainer_state.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -128,7 +128,7 @@ def _find_inside(directory: Path, name: str) -> Path | None:
     root, real = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
     if real.parent not in (root, root.parent.parent / "blobs"):
         raise ValueError(f"{path} is a link to {real}, which is not in {directory}: copy the file there")
-    if not is_regular_file(real):
+    if not real.is_file():
         raise ValueError(f"{path} is not a regular file: use another copy")
     return real
 

@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import pickletools
-import stat
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chainring._checks import is_number
 from chainring.serializers.foreign.content import (
     Entries,
     ForeignCheckpoint,
@@ -62,7 +62,7 @@ _EPOCH = ("epoch", "epochs")
 
 def read(path: Path) -> ForeignCheckpoint | None:
     """Return what a file holds; ``None`` if it is of no format that is known here, or there is no model in it."""
-    if not is_regular_file(path):
+    if not path.is_file():  # to open a pipe would be to wait for ever
         return None
     with path.open("rb") as file:
         start = file.read(len(_LEGACY))
@@ -80,14 +80,6 @@ def read(path: Path) -> ForeignCheckpoint | None:
         if _PFN_EXTRAS in content and isinstance(content.get("models"), Mapping):
             return _of_pfn_extras(str(path), content)
     return from_dictionary("a file of torch.save", content, str(path))
-
-
-def is_regular_file(path: Path) -> bool:
-    """Return whether there is a regular file, perhaps behind a link: to open a pipe would be to wait for ever."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:
-        return False
 
 
 # --- files of torch.save ---
@@ -281,7 +273,7 @@ def from_dictionary(kind: str, content: Any, where: str) -> ForeignCheckpoint | 
 
     optimizer, scaler = find(_OPTIMIZER, is_optimizer_state), find(_SCALER, _is_scaler)
     scheduler = find(_SCHEDULER, lambda value: isinstance(value, Mapping) and "last_epoch" in value)
-    iteration, epoch = find(_ITERATION, _is_number), find(_EPOCH, _is_number)
+    iteration, epoch = find(_ITERATION, is_number), find(_EPOCH, is_number)
     return ForeignCheckpoint(
         kind,
         {str(key): to_entries(content[key], where) for key in models},
@@ -297,10 +289,6 @@ def from_dictionary(kind: str, content: Any, where: str) -> ForeignCheckpoint | 
 
 def _is_scaler(value: Any) -> bool:
     return isinstance(value, Mapping) and "scale" in value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # --- npz files of Chainer: a model, or a snapshot of a trainer ---
