@@ -70,3 +70,15 @@ def test_a_state_without_weights_is_refused(tmp_path):
     torch.save({}, tmp_path / "random_states_0.pkl")
     with pytest.raises(ValueError, match="a state of Accelerate without the weights of a model"):
         serializers.load(tmp_path, nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "scaler.pt"])
+def test_a_file_that_holds_nothing_is_refused(tmp_path, name):
+    """It is not taken for one that is not there."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 3))
+    accelerator.save_state(tmp_path / "state")
+    torch.save({}, tmp_path / "state" / "random_states_0.pkl")  # by which the directory is known
+    torch.save(None, tmp_path / "state" / name)
+    with pytest.raises(ValueError, match="holds nothing: it is damaged"):
+        serializers.load(tmp_path / "state", nn.Linear(2, 3))

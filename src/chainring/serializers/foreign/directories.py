@@ -107,7 +107,11 @@ def _read_numbered(role: str, read_named: Callable[[str], T | None]) -> dict[str
 def _read_torch(directory: Path, name: str) -> Any:
     """Return the content of a file of ``torch.save`` in a directory, ``None`` if it is not there."""
     path = _find_inside(directory, name)
-    return None if path is None else read_torch(path)
+    if path is None:
+        return None
+    if (content := read_torch(path)) is None:
+        raise ValueError(f"{path} holds nothing: it is damaged, or of another program")
+    return content
 
 
 def _read_optimizer(directory: Path, name: str) -> SavedOptimizer | None:
