@@ -318,7 +318,14 @@ class Passes:
         return has_shares
 
     def begin(self) -> None:
-        if not self._owner.repeat:
+        owner, comm = self._owner, self._owner.comm
+        if owner.per_rank and owner.size == 1 and comm is not None and comm.size > 1:
+            raise ValueError(
+                f"a loop over an iterator of an Evaluator, beside that of Evaluator.evaluate(), has all examples on each of "
+                f"{comm.size} ranks, and {owner.name!r} gives each its own share (per_rank=True): leave that out, with what "
+                "cuts the data, or return the values of a batch from eval_func, whose means are over all ranks"
+            )
+        if not owner.repeat:
             self._releases.append(partial(self.source.set_generators, self.source.get_generators()))
             self.source.set_generators(self.initial_generators)
         self.source.set_epoch(self.position.passes)

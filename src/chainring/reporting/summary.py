@@ -454,6 +454,10 @@ class DictMeans(Stateful):
         """Return the weighted mean of each key, in the order in which the keys were first added."""
         return {key: column.mean() for key, column in self._end_interval().items()}
 
+    def total_weight(self, key: str) -> float:
+        """Return the sum of the weights of a key."""
+        return self._columns[key].fold().weights.value()
+
     def add_up_metrics(self, comm: Communicator) -> None:
         """Put metrics that have counted what those of all ranks have in the place of those of this rank."""
         self._stack_rows()

@@ -1,6 +1,7 @@
 """The Evaluator: what it reports, and that it leaves everything as it was."""
 
 import io
+import itertools
 import json
 import random
 import sys
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from chainring import Reporter, datasets, iterators, report, training
 from chainring import nn as cnn
 from chainring.parallel import Communicator
+from chainring.reporting.summary import DictSummary
 from chainring.training import extensions
 from chainring.training.extensions import Evaluator
 from rank_pair import on_two_ranks
@@ -566,14 +568,18 @@ class Counted(nn.Module):
         return {**sums, "external": self.external[0], "loss": x.mean()}
 
 
-def evaluate_metrics(comm, out):
-    """Twice over 5, 3 and 1 examples in batches of two, of the last of which rank 1 has none."""
+def trainer_of_ranks(comm, out):
     model = nn.Linear(1, 1)
     updater = training.StandardUpdater([torch.ones(2, 1)], torch.optim.SGD(model.parameters(), 0.1), model, comm=comm)
+    return training.Trainer(updater, (1, "iteration"), out=out)
+
+
+def evaluate_metrics(comm, out):
+    """Twice over 5, 3 and 1 examples in batches of two, of the last of which rank 1 has none."""
     found = []
     for size in (5, 3, 1):
         evaluator = Evaluator(once(values(*range(1, size + 1))), Counted(torchmetrics.SumMetric()))
-        evaluator.initialize(training.Trainer(updater, (1, "iteration"), out=out))
+        evaluator.initialize(trainer_of_ranks(comm, out))
         found += [evaluator.evaluate() for _ in range(2)]
     return found
 
@@ -606,8 +612,55 @@ def train_metrics(comm, out, reports_external):
     return [{key: value for key, value in row.items() if key.startswith("main/")} for row in log]
 
 
+class Looping(Evaluator):
+    """Loops over its iterator itself, as Chainer's documents show it."""
+
+    def evaluate(self):
+        iterator, summary, rows = self.get_iterator("main"), DictSummary(), []
+        iterator.reset()
+        for batch in iterator:
+            x = self.converter(batch, self.device)
+            rows += x.tolist()
+            summary.add({"mean": self.get_target("main")(x)}, len(batch))
+        return {**summary.compute_mean(), "rows": rows}
+
+
+class Adding(Looping):
+    def evaluate(self):
+        return {**Evaluator.evaluate(self), **super().evaluate()}
+
+
+def evaluate_in_loops(comm, out):
+    found, data = [], values(1, 2, 3, 4, 5)
+    sources = once(data), iterators.MultiprocessIterator(list(data), 2, False, False, n_processes=1), DataLoader(data, 2)
+    for cls, source in itertools.product([Looping, Adding], sources):
+        evaluator = cls(source, Mean())
+        evaluator.initialize(trainer_of_ranks(comm, out))
+        found += [evaluator.evaluate() for _ in range(2)]
+        evaluator.finalize()
+    source = iterators.LoaderIterator(DataLoader(data, 2), per_rank=True)
+    evaluator = Looping(source, Mean())
+    evaluator.initialize(trainer_of_ranks(comm, out))
+    try:
+        return found, evaluator.evaluate()
+    except ValueError as error:
+        return found, str(error)
+
+
+def evaluate_weights(comm, out):
+    found = []
+    for size, virtual_ranks in itertools.product([1, 2, 5], [None, 3]):
+        source = once(values(1, 2, 3, 4, 5), size)
+        weigh = lambda x: {"loss": x.mean(), "weight": (x > 1).sum()}  # noqa: E731
+        evaluator = Evaluator(source, {}, eval_func=weigh, virtual_ranks=virtual_ranks)
+        evaluator.initialize(trainer_of_ranks(comm, out))
+        found.append(evaluator.evaluate()["main/weight"])
+    return found
+
+
 def count_on_a_rank(comm, out):
-    found = evaluate_metrics(comm, f"{out}/evaluation"), train_metrics(comm, f"{out}/training", False)
+    found = [evaluate_metrics(comm, f"{out}/evaluation"), train_metrics(comm, f"{out}/training", False)]
+    found += [evaluate_in_loops(comm, f"{out}/loops"), evaluate_weights(comm, f"{out}/weights")]
     Path(f"{out}/found-{comm.rank}.json").write_text(json.dumps(found))
     train_metrics(comm, f"{out}/refused", True)
 
@@ -623,7 +676,7 @@ def counted_on_ranks(tmp_path_factory):
 def test_metrics_count_no_example_that_a_rank_repeats(counted_on_ranks, tmp_path):
     """A rank does so to keep in step, where the last batch has fewer examples than there are ranks."""
     one = evaluate_metrics(Communicator(), str(tmp_path))
-    assert [evaluations for evaluations, _, _ in counted_on_ranks] == [one, one]
+    assert [evaluations for evaluations, *_ in counted_on_ranks] == [one, one]
     assert one[0]["main/sum"] == one[0]["main/external"] == 15
 
 
@@ -637,4 +690,20 @@ def test_metrics_in_training_count_no_example_that_a_rank_repeats(counted_on_ran
 def test_a_metric_outside_of_the_model_that_has_counted_a_repeated_example_is_refused(counted_on_ranks, tmp_path):
     """With the remedies; on one process nothing is repeated."""
     assert train_metrics(Communicator(), str(tmp_path), True)[0]["main/external"] == 15
-    assert "the metric 'main/external' has counted it; make the metric an attribute" in counted_on_ranks[1][2]
+    assert "the metric 'main/external' has counted it; make the metric an attribute" in counted_on_ranks[1][-1]
+
+
+def test_a_loop_of_a_subclass_has_all_examples_on_every_rank(counted_on_ranks, tmp_path):
+    """Each once, as on one, also beside ``super().evaluate()``; not where the loader gives each rank its own share."""
+    one, of_shares = evaluate_in_loops(Communicator(), str(tmp_path))
+    assert one[0] == {"mean": 3.0, "rows": [1, 2, 3, 4, 5]}
+    assert one[-1] == {"main/loss": 3.0, **one[0]}
+    assert isinstance(of_shares, dict)
+    for rank in counted_on_ranks:
+        assert rank[2][0] == one
+        assert "return the values of a batch from eval_func, whose means are over all ranks" in rank[2][1]
+
+
+def test_the_weight_beside_a_loss_is_reported_as_its_sum(counted_on_ranks, tmp_path):
+    """Over batches and ranks: the tokens of an evaluation, say."""
+    assert [rank[3] for rank in counted_on_ranks] == [evaluate_weights(Communicator(), str(tmp_path))] * 2 == [[4.0] * 6] * 2

@@ -49,6 +49,8 @@ class Evaluator(Extension):
     ``precision`` and ``loss_func`` are given. Where an optimizer trains other weights than those to use, as a schedule-free
     one does, those of its ``eval()`` are evaluated, and those that it trains are put back bit for bit.
 
+    Ranks share the examples. A subclass with a loop of its own over the iterator has all of them on every rank, as on one.
+
     Example::
 
         test_iter = iterators.SerialIterator(test, 100, repeat=False, shuffle=False)
@@ -156,6 +158,13 @@ class Evaluator(Extension):
             self._initial_seed = trainer.comm.broadcast_object(torch.initial_seed())
         for source in self._iterators.values():
             share_among_ranks(source, trainer.comm, virtual_ranks)
+        self._share(Communicator())
+
+    def _share(self, comm: Communicator) -> None:
+        """Let each rank have its rows, or all: a loop that a subclass or an extension writes knows nothing of ranks."""
+        for source in self._iterators.values() if self._comm.size > 1 else ():
+            if hasattr(source, "share"):
+                source.share(comm.rank, comm.size)
 
     def _find_settings(self) -> tuple[Any, Callable[..., Any] | None, int | None]:
         """Return precision, loss function and virtual ranks: where they were not given, as the updater trains its model."""
@@ -186,6 +195,7 @@ class Evaluator(Extension):
         if self.eval_hook is not None:
             self.eval_hook(self)
         iterator = self._iterators["main"]
+        self._share(self._comm)
         getattr(iterator, "rewind", iterator.reset)()
         models, reporter, self._media = list(self._targets.values()), Reporter(), {}
         for name, model in self._targets.items():
@@ -196,13 +206,16 @@ class Evaluator(Extension):
         precision_name, loss_func, virtual_ranks = self._find_settings()
         precision = Precision(precision_name, models)
 
+        count, has_weight = 0, False
+
         def forward(batch: Any, shows: bool = True) -> tuple[dict[str, Any], Any]:
+            nonlocal has_weight
             observation: dict[str, Any] = {}
             reporter.media_watchers = (self._media.__setitem__,) if shows else ()
             with reporter.scope(observation), precision.autocast():
-                return observation, self._evaluate_batch(batch, loss_func)
-
-        count = 0
+                loss_weight, examples = self._evaluate_batch(batch, loss_func), count_examples(batch)
+            has_weight = has_weight or loss_weight is not None
+            return observation, require_count(examples) if loss_weight is None or examples == 0 else loss_weight
 
         def counted(batches: Iterable[Any]) -> PythonIterator[Any]:
             nonlocal count
@@ -222,10 +235,14 @@ class Evaluator(Extension):
                     self._add_forwards(summary, counted(batches), forward)
                 else:
                     self._add_virtual_forwards(summary, counted(batches), forward, virtual_ranks)
-                means = summary.over_ranks(self._comm).compute_mean()
+                summary = summary.over_ranks(self._comm)
+                means = summary.compute_mean()
         finally:
+            self._share(Communicator())
             for module, training in modes:
                 module.training = training
+        if has_weight:
+            means["main/weight"] = summary.total_weight("main/weight")  # of all batches and ranks, and not their mean
         if not count and not means:  # on no rank
             warn(
                 f"the evaluation {self.default_name!r} reports nothing, because its iterator gave no batch; check that "
@@ -300,7 +317,7 @@ class Evaluator(Extension):
         summary.add(all_over_ranks(metrics, comm))
 
     def _evaluate_batch(self, batch: Any, loss_func: Callable[..., Any] | None) -> Any:
-        """Return the weight of the batch: that of the loss, or the number of examples."""
+        """Return the weight that the loss has beside it, or ``None``."""
         inputs = self.converter(batch, self.device)
         args, kwargs = arguments(inputs)
         try:
@@ -314,9 +331,7 @@ class Evaluator(Extension):
         if isinstance(output, Mapping):  # beside or in place of a loss: metric objects, and numbers
             is_wanted = is_metric if "loss" in output else lambda value: is_metric(value) or is_scalar(value)
             report({f"main/{key}": value for key, value in output.items() if is_wanted(value)})
-        _, loss_weight = loss_and_weight(output)
-        examples = count_examples(batch)
-        return require_count(examples) if loss_weight is None or examples == 0 else loss_weight
+        return loss_and_weight(output)[1]
 
     def finalize(self) -> None:
         for iterator in self._iterators.values():
