@@ -374,8 +374,8 @@ def differs_plateau():
 
 
 def differs_mode():
-    """`EarlyStoppingTrigger(monitor="f1")` without a mode."""
-    return refused(lambda: triggers.EarlyStoppingTrigger(monitor="f1") and "made")
+    """`EarlyStoppingTrigger(monitor="reward")` without a mode."""
+    return refused(lambda: triggers.EarlyStoppingTrigger(monitor="reward") and "made")
 
 
 def differs_snapshot_file():

@@ -197,8 +197,8 @@ def patients():
 
 
 def unclear_mode():
-    """`EarlyStoppingTrigger(monitor="f1")` without a mode."""
-    return _refused(lambda: triggers.EarlyStoppingTrigger(monitor="f1") and "made")
+    """`EarlyStoppingTrigger(monitor="reward")` without a mode."""
+    return _refused(lambda: triggers.EarlyStoppingTrigger(monitor="reward") and "made")
 
 
 def one_file_in_a_list():

@@ -225,7 +225,12 @@ def test_a_wrapper_that_saves_a_part_of_the_state_of_a_plateau_is_refused():
 
 @pytest.mark.parametrize(
     ("key", "mode", "better"),
-    [("main/accuracy", "min", "max"), ("validation/main/top1_accuracy", "min", "max"), ("main/loss", "max", "min")],
+    [
+        ("main/accuracy", "min", "max"),
+        ("validation/main/top1_accuracy", "min", "max"),
+        ("main/f1", "min", "max"),
+        ("main/loss", "max", "min"),
+    ],
 )
 def test_a_mode_that_contradicts_the_key_is_said(key, mode, better):
     """The mode of torch's plateau is min unless the script says otherwise."""
@@ -234,7 +239,7 @@ def test_a_mode_that_contradicts_the_key_is_said(key, mode, better):
         LRScheduler(plateau, monitor=key)
 
 
-@pytest.mark.parametrize("key", ["main/loss", "main/f1", "accuracy_loss", "x"])
+@pytest.mark.parametrize("key", ["main/loss", "main/reward", "accuracy_loss", "x"])
 def test_a_mode_that_the_key_does_not_contradict_is_taken(key, recwarn):
     """Of these keys less is better, or may be."""
     LRScheduler(plateau_over()[1], monitor=key)

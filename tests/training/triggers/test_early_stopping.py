@@ -68,15 +68,20 @@ def test_the_mode_says_what_is_better(tmp_path, mode, key, expected):
 
 
 SAYS_IT = {
-    "min": ["loss", "main/loss", "validation/main/loss_1", "valLoss", "top5_error", "bits perplexity", "nll_loss"],
-    "max": ["accuracy", "validation/main/accuracy", "top-5 accuracy", "valAccuracy", "ACCURACY"],
-}
-LEAVES_DOUBT = "acc f1 mAP psnr bleu reward auc r2 x fid wer accuracy_loss error_accuracy negative_loss neg_loss loss_scale"
+    "min": ["loss", "main/loss", "validation/main/loss_1", "valLoss", "top5_error", "bits perplexity", "nll_loss",
+            "main/mse", "valRMSE", "mae", "PPL", "test/wer", "cer_1", "cross_entropy", "CrossEntropy", "loss_total"],
+    "max": ["accuracy", "validation/main/accuracy", "top-5 accuracy", "valAccuracy", "ACCURACY", "accuracy_top5",
+            "val/auc", "AUROC", "main/f1", "valF1", "mIoU", "bleu", "BLEU-4"],
+}  # fmt: skip
+LEAVES_DOUBT = (
+    "acc mAP psnr reward r2 x fid accuracy_loss error_accuracy negative_loss neg_loss loss_scale acc_error acc_loss f1_loss "
+    "auc_error neg_mse entropy f12 total top5 conf1 score loss_accuracy_total"
+)
 
 
 @pytest.mark.parametrize(("mode", "key"), [(mode, key) for mode, keys in SAYS_IT.items() for key in keys])
 def test_a_key_that_says_what_is_better_needs_no_mode(mode, key):
-    """Its last word is accuracy, or loss, error or perplexity."""
+    """Its last word is that of a loss, an error or a score that is never meant otherwise."""
     assert Early(monitor=key).mode == mode
 
 

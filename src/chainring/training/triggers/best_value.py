@@ -24,19 +24,25 @@ from chainring.training.triggers.base import (
 )
 
 _RULE = "compare is called with the best value so far and a new one, and returns True if the new one is better"
-_BETTER = {"loss": "min", "error": "min", "perplexity": "min", "accuracy": "max"}
-_REVERSALS = {"neg", "negative", "minus", "inverse"}
+_BETTER = dict.fromkeys(
+    ["loss", "error", "perplexity", "ppl", "mse", "rmse", "mae", "wer", "cer", "crossentropy"], "min"
+) | dict.fromkeys(["accuracy", "auc", "auroc", "f1", "miou", "bleu"], "max")
+_WORDS = re.compile(r"(?i:cross[_ -]?entropy|miou|f1(?!\d))|[A-Z]?[a-z]+|[A-Z]+")
+_WITHOUT_MEANING = {"top", "total"}  # at the end: accuracy_top5, loss_total
+_DOUBTFUL = {"neg", "negative", "minus", "inverse", "acc"}
 
 
 def mode_of_key(key: str) -> Literal["max", "min"] | None:
     """Return whether greater or less is better, where the last word of a key leaves no doubt; ``None`` for any other.
 
-    ``main/loss`` and ``val_top1_error`` are ``"min"``, ``top-5 accuracy`` is ``"max"``; ``f1``, ``accuracy_loss`` and
-    ``negative_loss`` may mean either.
+    ``main/loss`` and ``val_top1_error`` are ``"min"``, ``top-5 accuracy`` and ``f1`` are ``"max"``; ``acc``,
+    ``accuracy_loss`` and ``negative_loss`` may mean either.
     """
-    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
+    words = [re.sub("[_ -]", "", word.lower()) for word in _WORDS.findall(key)]
+    while words and words[-1] in _WITHOUT_MEANING:
+        words.pop()
     modes: set[Any] = {_BETTER[word] for word in words if word in _BETTER}
-    is_clear = len(modes) == 1 and words[-1] in _BETTER and not _REVERSALS.intersection(words)
+    is_clear = len(modes) == 1 and words[-1] in _BETTER and not _DOUBTFUL.intersection(words)
     return modes.pop() if is_clear else None
 
 
@@ -210,8 +216,9 @@ class EarlyStoppingTrigger(BestValueTrigger):
         check_trigger: when the mean is compared and restarted.
         monitor: the key of the value in the observation, such as ``"validation/main/loss"``.
         patience: the number of checks in a row without improvement after which training stops.
-        mode: ``"max"`` if greater is better, ``"min"`` if less is better; ``"auto"`` is ``"max"`` for a key that ends in the
-            word ``accuracy``, ``"min"`` for one that ends in ``loss``, ``error`` or ``perplexity``. Other keys need a mode.
+        mode: ``"max"`` if greater is better, ``"min"`` if less is better; ``"auto"`` is ``"max"`` for a key whose last
+            word is ``accuracy``, ``auc``, ``auroc``, ``f1``, ``miou`` or ``bleu``, ``"min"`` for ``loss``, ``error``,
+            ``perplexity``, ``ppl``, ``mse``, ``rmse``, ``mae``, ``wer``, ``cer`` or ``cross_entropy``. Others need a mode.
         verbose: True to print a line when training stops early.
         max_trigger: ends training in any case; as for a trainer's stop trigger, a pair is a length to be *reached*.
             ``None`` sets no limit.
