@@ -1,11 +1,15 @@
 """concat_examples and to_device: from examples to tensors."""
 
+import dataclasses
 import pickle
 from collections import namedtuple
+from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from chainring.converters import concat_examples, to_device
 from chainring.iterators import Batch, SerialIterator
@@ -262,3 +266,44 @@ def test_a_name_that_is_no_device_is_refused_with_those_that_are(name):
     """People try "gpu" first."""
     with pytest.raises(ValueError, match=f"device '{name}' is none that PyTorch knows.*\"auto\" takes the accelerator"):
         to_device(name, torch.ones(1))
+
+
+@dataclasses.dataclass
+class Record:
+    x: Any
+    t: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+    t: Any
+
+
+@attrs.frozen
+class OfAttrs:
+    x: Any
+    t: Any
+
+
+@pytest.mark.parametrize("cls", [Pair, Record, Frozen, OfAttrs])
+@pytest.mark.parametrize("wrap", [lambda batch: batch, lambda batch: Batch(columns=batch, length=2)])
+def test_the_fields_of_a_record_are_moved_and_the_record_itself_stays(cls, wrap):
+    """Arrays become tensors, as in a mapping, at any depth; what is no tensor is kept."""
+    given = cls(np.ones(2, np.float32), {"of": cls(torch.ones(2), "text")})
+    moved = concat_examples(wrap(given), "meta")
+    assert type(moved) is type(moved.t["of"]) is cls
+    assert moved.x.is_meta
+    assert moved.t["of"].x.is_meta
+    assert moved.t["of"].t == "text"
+    assert type(given.x) is np.ndarray
+    assert to_device(None, given).x.tolist() == [1, 1]
+
+
+def test_what_has_a_method_to_is_asked_to_move_itself():
+    """A packed sequence keeps the sizes of its steps on the host."""
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device("meta", Record(packed, 1)).x
+    assert moved.data.is_meta
+    assert not moved.batch_sizes.is_meta
+    assert to_device(None, packed) is packed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
     The first example decides the structure: tuples give a tuple of tensors, mappings a dict, anything else one tensor
     (a list is the data of an array). Python floats become float32, or float64 if that is torch's default dtype, integers
     int64, booleans bool; arrays and tensors keep their dtype. A batch that already holds columns is passed through: a
-    `Batch` of them, a mapping, a dataclass, or a tuple with an array in it.
+    `Batch` of them, a mapping, a dataclass, a class of attrs, or a tuple with an array in it.
 
     Args:
         batch: a list of examples, all of the same structure.
@@ -59,7 +60,7 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
     target = as_device(device)
     if columns is not None:
         return _move(target, columns)
-    if isinstance(batch, Mapping) or (isinstance(batch, tuple) and _holds_array(batch)) or is_dataclass(batch):
+    if isinstance(batch, Mapping) or (isinstance(batch, tuple) and _holds_array(batch)) or field_names(batch):
         return _move(target, batch)
     if len(batch) == 0:
         raise ValueError("a batch needs at least one example, got none")
@@ -73,7 +74,9 @@ def _holds_array(x: Any) -> bool:
 
 
 def to_device(device: Device, x: Any) -> Any:
-    """Move every tensor in ``x`` to ``device``, also within tuples, lists and mappings; arrays become tensors.
+    """Move every tensor in ``x`` to ``device``, also within tuples, lists, mappings and records; arrays become tensors.
+
+    A record is a dataclass or a class of attrs. One with a method ``to`` is asked to move itself.
 
     Args:
         device: ``None`` leaves tensors where they are.
@@ -86,6 +89,22 @@ def to_device(device: Device, x: Any) -> Any:
         ValueError, TypeError: those of `as_device`.
     """
     return _move(as_device(device), x)
+
+
+def field_names(value: Any) -> list[str]:
+    """Return the names of the fields of a dataclass or a class of attrs; none for anything else."""
+    if isinstance(value, type):
+        return []
+    names = [field.name for field in fields(value)] if is_dataclass(value) else []
+    return names or [attribute.name for attribute in getattr(type(value), "__attrs_attrs__", ())]
+
+
+def with_fields(record: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a record with other values, also of a frozen one."""
+    record = copy.copy(record)
+    for name, value in values.items():
+        object.__setattr__(record, name, value)
+    return record
 
 
 def device_scope(device: torch.device | None) -> AbstractContextManager[Any]:
@@ -194,14 +213,19 @@ def _move(device: torch.device | None, x: Any) -> Any:
         # A copy to CUDA may continue while the host prepares what follows. In the other direction nothing would wait for it,
         # and the host would read a tensor that is not there yet; MPS reads a source that was freed (pytorch#189690).
         return x if device is None or x.device == device else x.to(device, non_blocking=device.type == "cuda")
-    if isinstance(x, tuple):
+    moves_itself = callable(getattr(x, "to", None)) and not isinstance(x, (list, Mapping))
+    if isinstance(x, tuple) and not moves_itself:  # as a PackedSequence, of which a part stays on the host
         moved = [_move(device, item) for item in x]
         return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
     if isinstance(x, list):
         return [_move(device, item) for item in x]
     if isinstance(x, Mapping):
         return {key: _move(device, item) for key, item in x.items()}
-    return x.to(device) if device is not None and hasattr(x, "to") else x
+    if moves_itself:
+        return x if device is None else x.to(device)
+    values = {name: getattr(x, name) for name in field_names(x) if hasattr(x, name)}
+    moved_values = {name: _move(device, value) for name, value in values.items()}
+    return with_fields(x, moved_values) if any(values[name] is not moved_values[name] for name in values) else x
 
 
 def _collate(values: Sequence[Any], padding: Padding, path: str) -> Any:

@@ -17,8 +17,6 @@ Where two readings of a sequence are possible, what is known decides: the rows o
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, overload
@@ -29,6 +27,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from chainring._checks import is_number
 from chainring._random import Indices
+from chainring.converters import field_names, with_fields
 
 Layout = dict[tuple[Any, ...], bool | None]
 """By path, whether a sequence in the batches of a source holds columns, or else one item of each example."""
@@ -242,9 +241,8 @@ class _Reading:
         elif (fields := _fields_of(value)) is not None:
             self._add_all(fields, path)
         elif not _is_single(value):
-            size = getattr(value, "batch_size", getattr(value, "num_graphs", None))
-            lengths = [len(value)] if hasattr(value, "__len__") else []
-            self.objects |= dict.fromkeys([size] if type(size) is int else _rows_within(value) + lengths)
+            size, lengths = _size_of(value), [len(value)] if hasattr(value, "__len__") else []
+            self.objects |= dict.fromkeys(_rows_within(value) + lengths if size is None else [size])
 
     def _add_all(self, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
         for key, value in values.items():
@@ -304,16 +302,21 @@ def _rows_of(value: Any) -> int | None:
     return int(shape[0]) if isinstance(shape, tuple) and shape else None
 
 
+def _size_of(value: Any) -> int | None:
+    """Return how many examples an object says that it has."""
+    size = getattr(value, "batch_size", getattr(value, "num_graphs", None))
+    return size if type(size) is int else None
+
+
 def _fields_of(value: Any) -> Mapping[Any, Any] | None:
     """Return the values of a mapping, a named tuple, a dataclass or a class of attrs by name; ``None`` of anything else."""
     if isinstance(value, tuple):
         return value._asdict() if hasattr(value, "_asdict") else None
     if isinstance(value, (list, str, type)):
         return None
-    if callable(getattr(value, "items", None)):
-        return dict(value.items())  # of a class with this method alone
-    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
-    names = names or [attribute.name for attribute in getattr(type(value), "__attrs_attrs__", ())]
+    if callable(getattr(value, "items", None)):  # of a class with this method alone, too; a graph says its number itself
+        return dict(value.items()) if isinstance(value, Mapping) or _size_of(value) is None else None
+    names = field_names(value)
     return {name: getattr(value, name) for name in names} if names else None
 
 
@@ -366,10 +369,7 @@ def select_rows(
             return type(columns)(*selected.values())
         if callable(getattr(columns, "items", None)):
             return selected
-        record = copy.copy(columns)
-        for name, value in selected.items():
-            object.__setattr__(record, name, value)  # of a frozen one too
-        return record
+        return with_fields(columns, selected)
     if isinstance(columns, (tuple, list)):
         if _holds_columns(columns, length, layout, path):
             items = [select_rows(value, index, length, layout, (*path, key)) for key, value in enumerate(columns)]
