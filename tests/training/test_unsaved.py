@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from chainring import iterators, training
 from chainring.nn import Classifier
@@ -202,6 +203,40 @@ def test_what_is_saved_is_not_named(tmp_path):
     trainer.extend(extensions.LogReport())
     trainer.extend(extensions.snapshot(autoload=True))
     assert named(trainer) == []
+
+
+def test_what_a_script_puts_on_modules_of_torch_is_named(tmp_path):
+    """Attributes, and buffers that are not persistent."""
+
+    def change(encoder):
+        encoder.layer.calls += 1
+        encoder.layer.seen[0] += 1
+        encoder.layer.recent.append(len(encoder.layer.recent))
+
+    encoder = Encoder(change=change)
+    encoder.layer.calls, encoder.layer.recent = 0, []
+    encoder.layer.register_buffer("seen", torch.zeros(1), persistent=False)
+    trainer = made(tmp_path, encoder)
+    trainer.updater.get_model("main").predictor.updates = 0
+
+    def count_updates(trainer):
+        trainer.updater.get_model("main").predictor.updates += 1
+
+    trainer.extend(count_updates, trigger=(1, "iteration"))
+    layer = "updater.model:main.predictor.0.layer"
+    assert set(named(trainer)) == {
+        "updater.model:main.predictor.updates",
+        *(f"{layer}.{name}" for name in ("calls", "recent", "seen (a buffer with persistent=False)")),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("wrap", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm, parametrizations.weight_norm])
+def test_weights_that_torch_computes_before_each_forward_are_not_named(tmp_path, wrap):
+    """They follow from the parameters."""
+    encoder = Encoder()
+    wrap(encoder.layer)
+    assert named(made(tmp_path, encoder)) == []
 
 
 def test_times_caches_and_results_collected_by_a_script_are_not_named(tmp_path):

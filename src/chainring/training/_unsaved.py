@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import array
 import datetime
+import dis
 import enum
+import functools
 import io
 import itertools
 import operator
@@ -371,7 +373,8 @@ class _Walk:
             hooks = [hook for owner in (value, *value._parameters.values()) for hook in _hooks_of(owner)]
             yield f"{path}, hooks", hooks, "user"
             for name in sorted(value._non_persistent_buffers_set):
-                yield f"{path}.{name}{_NOT_PERSISTENT}", value._buffers[name], defined_by(cls)
+                origin = defined_by(cls)
+                yield f"{path}.{name}{_NOT_PERSISTENT}", value._buffers[name], "user" if origin == "library" else origin
             if id(value) not in self._saved:
                 for name, item in {**value._parameters, **value._buffers}.items():
                     yield f"{path}.{name}", item, "user"
@@ -430,12 +433,16 @@ def _collects(path: str, container: Any) -> bool:
 def _attribute_origins(cls: type) -> Callable[[str], str]:
     """Return a function that gives the origin of an attribute by its name, as `defined_by` does of a class.
 
-    An attribute is the user's if a method of a user's class mentions it, and else belongs to the class that these extend.
+    An attribute is the user's if a method of a user's class mentions it, and else belongs to the class that these extend. Of
+    a module of the library it is the user's unless a method of the library sets it.
     """
     origins = [defined_by(base) for base in cls.__mro__ if _package(base) not in sys.stdlib_module_names]
     extended = next((origin for origin in origins if origin != "user"), "user")
     if not origins:  # a namespace of Python's own
         return lambda name: "user"
+    if issubclass(cls, nn.Module) and origins[0] == "library":
+        stored = frozenset().union(*(_stored_by(base) for base in cls.__mro__ if defined_by(base) == "library"))
+        return lambda name: "library" if name in stored else "user"
     if defined_by(cls) != "user" or extended == "user":
         return lambda name: origins[0]
     if issubclass(cls, nn.Module):
@@ -444,6 +451,14 @@ def _attribute_origins(cls: type) -> Callable[[str], str]:
     methods = [item for names in members for item in names.values() if isinstance(item, FunctionType)]
     mentioned = set(itertools.chain(*members, *(method.__code__.co_names for method in methods)))
     return lambda name: "user" if name in mentioned else extended
+
+
+@functools.cache
+def _stored_by(cls: type) -> frozenset[str]:
+    """Return the names of the attributes that the methods of a class set."""
+    codes = [item.__code__ for item in vars(cls).values() if isinstance(item, FunctionType)]
+    rows = itertools.chain.from_iterable(map(dis.get_instructions, codes))
+    return _MODULE_ATTRIBUTES.union(vars(cls), (row.argval for row in rows if row.opname == "STORE_ATTR"))
 
 
 def _package(definition: Any) -> str:
