@@ -6,7 +6,7 @@ import copy
 import difflib
 import tempfile
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from chainring.serializers.protocol import (
 )
 from chainring.training._run import prepare
 from chainring.training.triggers.base import describe, keys_of, never
-from chainring.training.updaters._carried import Carried, save_carried
+from chainring.training.updaters._carried import Carried
 from chainring.training.updaters.base import Updater
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class SimulatedUpdater:
         self.is_new_epoch = self.epoch != epoch
 
 
-def rehearse(trainer: Trainer, carried: Mapping[str, Carried]) -> None:
+def rehearse(trainer: Trainer, carried: Carried) -> None:
     """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not checked."""
     for name, model in trainer.updater.get_all_models().items():
         if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
@@ -211,7 +211,7 @@ def _iterate(trainer: Trainer, calls_extensions: bool) -> None:
 
 
 @contextmanager
-def _preserved_state(trainer: Trainer, carried: Mapping[str, Carried]) -> Generator[None]:
+def _preserved_state(trainer: Trainer, carried: Carried) -> Generator[None]:
     """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
     saved = DictionarySerializer()
     _visit_state(saved, trainer, carried)
@@ -230,12 +230,12 @@ def _preserved_state(trainer: Trainer, carried: Mapping[str, Carried]) -> Genera
         _visit_state(DictionaryDeserializer(saved.target), trainer, carried)
 
 
-def _visit_state(serializer: AbstractSerializer, trainer: Trainer, carried: Mapping[str, Carried]) -> None:
+def _visit_state(serializer: AbstractSerializer, trainer: Trainer, carried: Carried) -> None:
     serializer.visit("updater", trainer.updater)
     for entry in trainer.entries:
         visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
     if isinstance(serializer, Serializer):
-        save_carried(serializer, carried, trainer, is_whole=True)
+        carried.save(serializer, trainer, is_whole=True)
     else:
-        for key, item in carried.items():
-            item.serialize(serializer[key])
+        for key in carried:
+            carried.load(serializer[key], key)

@@ -58,7 +58,7 @@ class Run:
 
     def __init__(self) -> None:
         self.has_begun = False  # True once Trainer.run was called
-        self.carried: dict[str, Carried] = {}  # by key, what functions given to the trainer carry
+        self.carried = Carried()
         self.loaded_state = LoadedState(self.carried)
         self.earlier_time = 0.0  # seconds of training in the runs before a resume
         self.started_at: float | None = None  # on a monotonic clock; None as long as state may be loaded
@@ -407,7 +407,7 @@ class Interruption:
 class LoadedState:
     """The saved run that was loaded into a trainer, kept until the run starts, since extensions may be registered later."""
 
-    def __init__(self, carried: Mapping[str, Carried]) -> None:
+    def __init__(self, carried: Carried) -> None:
         self._carried = carried
         self.exists = False  # True once anything was loaded, so that the run continues an earlier one
         self.gives_way = False  # True if it came from another library: snapshots of the run itself are newer
@@ -462,8 +462,7 @@ class LoadedState:
                     if saved_classes[name] == type(trigger).__name__:
                         visit_if_stateful(source["extension_triggers"], name, trigger)
                     for key in ("extensions", "extension_triggers") if self._carried else ():
-                        if carried := self._carried.get(f"{key}/{entry.name}"):
-                            carried.serialize(source[key][name])
+                        self._carried.load(source[key][name], f"{key}/{entry.name}")
                     settings = source["extension_trigger_settings"]
                     visit_setting(settings, name, describe(trigger, as_setting=True), f"trigger of extension {entry.name!r}")
         self._names = names

@@ -44,7 +44,6 @@ from chainring.training.triggers.base import (
     get_stop_trigger,
     serialize_inner_trigger,
 )
-from chainring.training.updaters._carried import Carried, carried_by, save_carried
 from chainring.training.updaters.base import Updater
 
 _E = TypeVar("_E")
@@ -124,8 +123,8 @@ class Trainer(Stateful):
         self._entries: dict[str, Entry] = {}
         self._observers: list[Observer] = []
         self._run = Run()
-        self._run.carried |= carried_by(updater)
-        self._carry("stop_trigger", self.stop_trigger)
+        self._run.carried.add_updater(updater)
+        self._run.carried.add("stop_trigger", self.stop_trigger, is_visited=True)
         for extension in extensions:
             self.extend(extension)
         if hasattr(updater, "connect_trainer"):
@@ -236,15 +235,11 @@ class Trainer(Stateful):
             suffix += 1
             entry.name = f"{entry.base_name}_{suffix}"
         self._entries[entry.name] = entry
-        self._carry(f"extensions/{entry.name}", extension)
-        self._carry(f"extension_triggers/{entry.name}", entry.trigger)
+        for key, function in (("extensions", extension), ("extension_triggers", entry.trigger)):
+            self._run.carried.add(f"{key}/{entry.name}", function, is_visited=True)
         loaded = self._run.loaded_state
         with printing_changes(loaded.unprinted, is_complete=False):
             loaded.restore(self, is_complete=False)
-
-    def _carry(self, key: str, function: Callable[[Trainer], Any]) -> None:
-        if (carried := Carried(function, is_visited=True)).objects:
-            self._run.carried[key] = carried
 
     @overload
     def get_extension(self, name: type[_E]) -> _E: ...
@@ -449,9 +444,9 @@ class Trainer(Stateful):
                 run.earlier_time = elapsed_time
                 with contextlib.suppress(AttributeError):  # an updater may compute it, in a property
                     self.updater.weight = weight
-                for key, carried in run.carried.items():
+                for key in run.carried:
                     if not key.startswith("extension"):
-                        carried.serialize(serializer[key])
+                        run.carried.load(serializer[key], key)
                 run.loaded_state.begin(serializer, classes, identities, generators, self)
                 return  # extensions are loaded by `LoadedState`, now or when they are registered
             for key, value in self.reported.observation().items():
@@ -463,7 +458,7 @@ class Trainer(Stateful):
                 visit_if_stateful(serializer["extension_triggers"], name, entry.trigger)
                 visit_setting(serializer["extension_trigger_settings"], name, setting, f"trigger of extension {name!r}")
             if run.carried and isinstance(serializer, Serializer):
-                save_carried(serializer, run.carried, self)
+                run.carried.save(serializer, self)
 
 
 def _visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded: Any) -> Any:

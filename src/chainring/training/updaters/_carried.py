@@ -8,10 +8,11 @@ from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from chainring._callables import defined_by, is_taken_apart, references
+from chainring._distributed.digests import sums_of
 from chainring._distributed.sharding import to_local
 from chainring._progress import Trainer
 from chainring.serializers.protocol import (
@@ -23,50 +24,77 @@ from chainring.serializers.protocol import (
     own_states,
     serialize_method,
 )
-from chainring.training.updaters.base import Updater
 
 _PLAIN = (type, ModuleType, str, bytes, int, float, complex, type(None), Tensor)
 _MAX_DEPTH, _MAX_ITEMS, _MAX_OBJECTS = 8, 100, 10_000
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Carried:
-    """The objects with state that a function carries, which are saved with it unless something else saves them.
+class Carried(dict[str, dict[str, Any]]):
+    """The objects with state that functions carry, by the key under which a function is saved and by their paths there.
 
-    They are found once, when the function is registered. Of a module only those parameters and buffers are saved that have
-    changed since: the constants of a loss, or a frozen network that gives its targets, cost nothing.
-
-    Args:
-        function: any callable.
-        is_visited: True if its own state is saved, if it has some; then the functions of the script that an object of the
-            library was given are looked into, such as the trigger of another one.
+    They are found once, when a function is registered, and saved unless something else saves them. Of a module only those
+    parameters and buffers are saved that have changed since: the constants of a loss, or a frozen network that gives its
+    targets, cost nothing.
     """
 
-    def __init__(self, function: Any, *, is_visited: bool = False) -> None:
-        given: list[tuple[str, Any]] = [("", function)]
+    def __init__(self) -> None:
+        super().__init__()
+        self._initial: dict[int, dict[str, Any]] = {}  # by the id of a module
+
+    def add(self, key: str, function: Any, *, is_visited: bool = False) -> None:
+        """Add what a function carries.
+
+        If its own state is saved, it ``is_visited``; if it has some, then the functions of the script that an object of the
+        library was given are looked into, such as the trigger of another one.
+        """
+        given = {"": function}
         is_of_the_library = defined_by(type(function)) == "library" and not is_taken_apart(function)
         if is_visited and (is_of_the_library or _has_own_state(function)):
             attributes = getattr(function, "__dict__", {}) if is_of_the_library else {}
-            given = [(name, item) for name, item in attributes.items() if _is_of_the_script(item)]
-        self.objects = {path: obj for name, item in given for path, obj in _find(name, item, {})}
-        self._initial = {path: _fingerprints(obj) for path, obj in self.objects.items() if isinstance(obj, nn.Module)}
+            given = {name: item for name, item in attributes.items() if _is_of_the_script(item)}
+        if objects := {path: obj for name, item in given.items() for path, obj in _find(name, item, {})}:
+            self[key] = objects
+            for module in (obj for obj in objects.values() if isinstance(obj, nn.Module)):
+                self._initial.setdefault(id(module), _contents(module))
 
-    def serialize(
-        self, serializer: AbstractSerializer, elsewhere: Set[int] = frozenset(), *, is_whole: bool = False
-    ) -> None:
-        """Save what is not saved ``elsewhere``, of modules what has changed or the whole; or load what was saved.
+    def add_updater(self, updater: Any) -> None:
+        """Add what the functions of an updater carry."""
+        functions = {name: getattr(updater, name, None) for name in ("loss_func", "converter")}
+        for stage, callbacks in getattr(getattr(updater, "callbacks", None), "__dict__", {}).items():
+            if isinstance(callbacks, tuple):
+                functions |= {f"{stage}:{index}": callback for index, callback in enumerate(callbacks)}
+        for name, function in functions.items():
+            self.add(f"carried/{name}", function)
+
+    def save(self, serializer: Serializer, trainer: Trainer, *, is_whole: bool = False) -> None:
+        """Save what nothing else has saved with it, of modules what has changed or the whole.
 
         Raises:
             ValueError: a module has changed in a way that could not be loaded.
         """
-        for path, obj in self.objects.items():
-            if isinstance(serializer, Deserializer):
-                is_visited = any(key.startswith(f"{path}/") for key in serializer.paths())
-            else:
-                is_visited = id(obj) not in elsewhere
-            if is_visited:
-                is_module = isinstance(obj, nn.Module)
-                serializer.visit(path, _Changes(obj, self._initial[path], elsewhere, is_whole) if is_module else obj)
+        updater = trainer.updater
+        objects = [trainer, updater, *updater.get_all_iterators().values(), *updater.get_all_optimizers().values()]
+        parts = [part for entry in trainer.entries for part in (entry.extension, entry.trigger)]
+        objects += [*parts, *(getattr(part, "scheduler", None) for part in parts if defined_by(type(part)) == "library")]
+        objects += [*updater.get_all_models().values(), *getattr(serializer, "visited", list)()]
+        models = {id(obj): obj for obj in objects if isinstance(obj, nn.Module)}
+        modules = {id(module): module for model in models.values() for module in model.modules()}.values()
+        tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+        elsewhere = set(map(id, [*objects, *modules, *tensors]))
+        for key, carried in self.items():
+            for path, obj in carried.items():
+                if id(obj) not in elsewhere:
+                    serializer[key].visit(path, self._visited(obj, elsewhere, is_whole))
+            elsewhere |= set(map(id, carried.values()))
+
+    def load(self, serializer: Deserializer, key: str) -> None:
+        """Load what was saved of the function with this key."""
+        for path, obj in self.get(key, {}).items():
+            if any(saved.startswith(f"{path}/") for saved in serializer.paths()):
+                serializer.visit(path, self._visited(obj))
+
+    def _visited(self, obj: Any, elsewhere: Set[int] = frozenset(), is_whole: bool = False) -> Any:
+        return _Changes(obj, self._initial[id(obj)], elsewhere, is_whole) if isinstance(obj, nn.Module) else obj
 
 
 class _Changes:
@@ -78,32 +106,25 @@ class _Changes:
         self._module, self._initial, self._elsewhere, self._is_whole = module, initial, elsewhere, is_whole
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        is_saving = isinstance(serializer, Serializer)
-        tensors = _tensors_of(self._module)
-        known = set(serializer.paths()) if isinstance(serializer, Deserializer) else set[str]()
-        now = _fingerprints(self._module) if is_saving else {}
-        for name in dict.fromkeys([*self._initial, *tensors]):
+        tensors, initial = _tensors_of(self._module), self._initial
+        saved = set(serializer.paths()) if isinstance(serializer, Deserializer) else None
+        now = _contents(self._module) if saved is None and not self._is_whole else {}
+        for name in dict.fromkeys([*initial, *tensors]):
             key, tensor = name.replace(".", "/"), tensors.get(name)
-            is_visited = key in known
-            if is_saving:
-                has_changed = self._is_whole or now.get(name) != self._initial.get(name)
-                is_visited = id(tensor) not in self._elsewhere and has_changed
-            if not is_visited:
-                continue
-            if tensor is None or (name not in self._initial) or serializer(key, tensor) is not tensor:
-                raise ValueError(_refusal(self._module, name))
+            if saved is None:
+                is_visited = id(tensor) not in self._elsewhere and (self._is_whole or now.get(name) != initial.get(name))
+            else:
+                is_visited = key in saved
+            if is_visited and (tensor is None or name not in initial or serializer(key, tensor) is not tensor):
+                raise ValueError(
+                    f"{name!r} of the {type(self._module).__name__} that loss_func or another function carries has "
+                    "appeared, gone or changed its shape, and could not be loaded; register the module, "
+                    'model={"main": model, "loss": loss}'
+                )
         for path, part in own_states(self._module):
             below = f"{path}/" if path else ""
-            if id(part) not in self._elsewhere and (is_saving or any(key.startswith(below) for key in known)):
+            if id(part) not in self._elsewhere and (saved is None or any(key.startswith(below) for key in saved)):
                 part.serialize(serializer[path])
-
-
-def _refusal(module: nn.Module, name: str) -> str:
-    cls = type(module).__name__
-    return (
-        f"{name!r} of the {cls} that loss_func or another function carries has appeared, gone or changed its shape, "
-        f'and could not be loaded; register the module, model={{"main": model, "loss": loss}}'
-    )
 
 
 def _find(path: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -120,7 +141,7 @@ def _find(path: str, value: Any, seen: dict[int, Any], depth: int = 0) -> Iterat
         children = [(named.get(kind, "") + name, item) for kind, name, item in references(value)]
     elif isinstance(value, nn.Module):
         yield path or "self", value
-    elif isinstance(value, Updater) or hasattr(value, "updater") or defined_by(type(value)) == "foreign":
+    elif hasattr(value, "update_core") or hasattr(value, "updater") or defined_by(type(value)) == "foreign":
         return
     elif _has_own_state(value):
         if not hasattr(value, "__iter__"):  # a loader, which goes on where it was in its pass
@@ -154,58 +175,19 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in entries.items() if isinstance(tensor, Tensor)}
 
 
-def _fingerprints(module: nn.Module) -> dict[str, Any]:
-    """Return what changes with the content of each tensor; of another layout, when it is replaced."""
-    return {name: _fingerprint(tensor) for name, tensor in _tensors_of(module).items()}
-
-
-@torch.no_grad()
-def _fingerprint(tensor: Tensor) -> Any:
-    try:
-        local = to_local(tensor)
-        real = torch.view_as_real(local) if local.is_complex() else local
-        bits = real.view(_BITS[real.element_size()]).reshape(len(real) if real.ndim else 1, -1)
-        sums = (bits.sum(dim, dtype=torch.int64) for dim in (0, 1))  # weighted by position, since a queue may turn
-        weighted = [int((torch.arange(1, len(each) + 1, device=each.device) * each).sum()) for each in sums]
-        return tensor.dtype, tuple(local.shape), weighted
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return id(tensor)
-
-
-def carried_by(updater: Any) -> dict[str, Carried]:
-    """Return what the functions of an updater carry, by the keys under which a trainer saves it."""
-    functions = {name: getattr(updater, name, None) for name in ("loss_func", "converter")}
-    for stage, callbacks in getattr(getattr(updater, "callbacks", None), "__dict__", {}).items():
-        if isinstance(callbacks, tuple):
-            functions |= {f"{stage}:{index}": callback for index, callback in enumerate(callbacks)}
-    carried = {f"carried/{name}": Carried(function) for name, function in functions.items() if function is not None}
-    return {key: item for key, item in carried.items() if item.objects}
-
-
-def save_carried(
-    serializer: Serializer, carried: Mapping[str, Carried], trainer: Trainer, *, is_whole: bool = False
-) -> None:
-    """Save what functions carry, as far as nothing else has been saved with it."""
-    if not carried:
-        return
-    updater = trainer.updater
-    objects = [trainer, updater, *updater.get_all_iterators().values(), *updater.get_all_optimizers().values()]
-    parts = [part for entry in trainer.entries for part in (entry.extension, entry.trigger)]
-    objects += [*parts, *(getattr(part, "scheduler", None) for part in parts if defined_by(type(part)) == "library")]
-    objects += [*updater.get_all_models().values(), *getattr(serializer, "visited", list)()]
-    models = {id(obj): obj for obj in objects if isinstance(obj, nn.Module)}
-    modules = {id(module): module for model in models.values() for module in model.modules()}.values()
-    tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
-    elsewhere = set(map(id, [*objects, *modules, *tensors]))
-    for key, item in carried.items():
-        item.serialize(serializer[key], elsewhere, is_whole=is_whole)
-        elsewhere |= set(map(id, item.objects.values()))
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Return what changes with the content of each tensor; of one whose content is not known, when it is replaced."""
+    tensors = _tensors_of(module)
+    known = {name: to_local(t.detach()) for name, t in tensors.items() if not (is_lazy(t) or t.is_quantized)}
+    sums = zip(known.items(), sums_of(list(known.values())), strict=True)
+    contents = {name: (local.dtype, local.shape, total or id(tensors[name])) for (name, local), total in sums}
+    return {name: contents.get(name, id(tensor)) for name, tensor in tensors.items()}
 
 
 def check_carried(loss_func: Any, models: Mapping[str, nn.Module]) -> None:
     """Refuse a loss with virtual ranks whose buffers each of them would change, as those of a registered model do not."""
     registered = {id(module) for model in models.values() for module in model.modules()}
-    for module in Carried(loss_func).objects.values():
+    for _, module in _find("", loss_func, {}):
         if not isinstance(module, nn.Module) or not module.training or id(module) in registered:
             continue
         for name, part in module.named_modules():

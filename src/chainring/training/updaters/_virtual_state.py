@@ -5,10 +5,9 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from itertools import islice
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.parameter import is_lazy
 
+from chainring._callables import is_taken_apart, references
 from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.digests import sums_of
@@ -373,22 +373,12 @@ def _generators_in(path: str, value: Any, seen: dict[int, Any], depth: int) -> I
         return
     seen[id(value)] = value
     items: Iterable[tuple[Any, Any]] = getattr(value, "__dict__", {}).items()
-    if isinstance(value, dict):
-        items = islice(value.items(), _MAX_ITEMS)
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value[:_MAX_ITEMS])
-    elif isinstance(value, partial):
-        items = enumerate((value.func, value.args, value.keywords))
-    elif isinstance(value, MethodType):
-        items = [("__self__", value.__self__), ("__func__", value.__func__)]
-    elif isinstance(value, CellType):
-        with suppress(ValueError):  # it is empty
-            items = [("__self__", value.cell_contents)]
-    elif isinstance(value, FunctionType):
-        items = [*zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)]
-        items += [(name, value.__globals__[name]) for name in value.__code__.co_names if name in value.__globals__]
+    if isinstance(value, (dict, list, tuple)):
+        items = islice(value.items() if isinstance(value, dict) else enumerate(value), _MAX_ITEMS)
+    elif is_taken_apart(value):
+        items = ((name, item) for _, name, item in references(value))
     for name, item in list(items):
-        inner = path if name in ("_modules", "__self__", "__func__") else f"{path}.{name}"
+        inner = path if name in ("_modules", "self", "") else f"{path}.{name}"
         yield from _generators_in(inner, item, seen, depth + 1)
 
 
