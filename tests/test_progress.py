@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from chainring import iterators, training
-from chainring._progress import check_epoch_period, to_fraction
+from chainring._progress import to_fraction
+from chainring.iterators.base import check_epoch_period
 from chainring.training.triggers.base import count_progress
 
 

@@ -17,39 +17,6 @@ Trainer: TypeAlias = Any
 UNITS = ("iteration", "epoch")
 
 
-def check_epoch_period(updater: Any, period: Fraction) -> None:
-    """Refuse a period in epochs if the updater cannot tell its progress through an epoch."""
-    if not getattr(updater, "counts_epochs", True):
-        raise ValueError(
-            f'a period in "epoch" needs an updater that counts epochs; {type(updater).__name__} has no iterator "main". '
-            'Give it one (get_iterator("main")), define epoch_detail, or use "iteration"'
-        )
-    iterator = find_main_iterator(updater)
-    if not getattr(iterator, "counts_epochs", True):
-        raise ValueError(
-            f'a period in "epoch" needs an iterator that counts epochs, and {type(iterator).__name__} has none. '
-            'Give it an epoch_length, or use "iteration"'
-        )
-    progress, tells = getattr(iterator, "progress", None), getattr(iterator, "tells", lambda counter: True)
-    has_fractions = tells("epoch_detail") if progress is None else progress[2] is not None
-    if not has_fractions and period.denominator != 1:
-        remedy = "Set its epoch_detail" if progress is None else "Give LoaderIterator(loader, epoch_length=...)"
-        raise ValueError(
-            f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the "
-            f'{type(iterator).__name__} has none. {remedy}, or use whole epochs or "iteration"'
-        )
-    if progress is None and hasattr(iterator, "check_counters"):
-        iterator.check_counters()
-
-
-def find_main_iterator(updater: Any) -> Any:
-    """Return the iterator by which epochs are counted, or ``None`` if the updater has none."""
-    try:
-        return updater.get_iterator("main")
-    except (KeyError, AttributeError, NotImplementedError):
-        return None
-
-
 def raise_unless_end(updater: Any, error: StopIteration) -> None:
     """Raise an error if a ``StopIteration`` that has left an update does not say that the data have ended.
 

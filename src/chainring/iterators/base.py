@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator as PythonIterator
 from collections.abc import Sequence
+from fractions import Fraction
 from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self
@@ -262,6 +263,39 @@ def require_virtual_ranks(count: Any) -> int:
     if count < 1:
         raise ValueError(f"virtual_ranks is an integer of at least 1, got {count}")
     return int(count)
+
+
+def check_epoch_period(updater: Any, period: Fraction) -> None:
+    """Refuse a period in epochs if the updater cannot tell its progress through an epoch."""
+    if not getattr(updater, "counts_epochs", True):
+        raise ValueError(
+            f'a period in "epoch" needs an updater that counts epochs; {type(updater).__name__} has no iterator "main". '
+            'Give it one (get_iterator("main")), define epoch_detail, or use "iteration"'
+        )
+    iterator = find_main_iterator(updater)
+    if not getattr(iterator, "counts_epochs", True):
+        raise ValueError(
+            f'a period in "epoch" needs an iterator that counts epochs, and {type(iterator).__name__} has none. '
+            'Give it an epoch_length, or use "iteration"'
+        )
+    progress, tells = getattr(iterator, "progress", None), getattr(iterator, "tells", lambda counter: True)
+    has_fractions = tells("epoch_detail") if progress is None else progress[2] is not None
+    if not has_fractions and period.denominator != 1:
+        remedy = "Set its epoch_detail" if progress is None else "Give LoaderIterator(loader, epoch_length=...)"
+        raise ValueError(
+            f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the "
+            f'{type(iterator).__name__} has none. {remedy}, or use whole epochs or "iteration"'
+        )
+    if progress is None and hasattr(iterator, "check_counters"):
+        iterator.check_counters()
+
+
+def find_main_iterator(updater: Any) -> Any:
+    """Return the iterator by which epochs are counted, or ``None`` if the updater has none."""
+    try:
+        return updater.get_iterator("main")
+    except (KeyError, AttributeError, NotImplementedError):
+        return None
 
 
 def share_among_ranks(iterator: Any, comm: Communicator, virtual_ranks: int | None = None) -> None:

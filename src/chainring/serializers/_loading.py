@@ -42,8 +42,9 @@ from chainring.serializers._store import (
     find_snapshot,
     open_file,
     split,
+    without_collections,
 )
-from chainring.serializers._values import StoredTensor, read_stored, without_collections
+from chainring.serializers._values import StoredTensor, read_stored
 from chainring.serializers.protocol import (
     BY_RANK,
     DictionaryDeserializer,

@@ -8,6 +8,7 @@ import operator
 import os
 import tempfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,7 @@ from chainring._naming import name_cleaner, unwrap
 from chainring._places import open_place
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._store import STATE, Place, SavedSnapshot, Snapshots, WriteFile, Written, open_store, split
-from chainring.serializers._values import find_aliases
+from chainring.serializers._values import TENSORS, find_aliases
 from chainring.serializers.protocol import (
     StateCollector,
     capture,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from chainring._distributed.gathering import Load
 
 _PART = 8 << 20  # bytes that are copied at once
+_CONTAINERS = (dict, list, tuple, OrderedDict)
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -294,7 +296,7 @@ class Checkpoint:
 def checkpoint_of_copies(state: StateCollector, staging: StagingBuffers, thread: BackgroundWriter) -> Checkpoint:
     """Return a checkpoint of copies, which lie in the staging buffers: training may continue while it is committed."""
     # hot path: "stop for a snapshot" in benchmarks/growth.py; tensors are copied while the thread encodes the values
-    found = _values.find_tensors(state.target.values()) if state.comm.world.rank == 0 else None
+    found = _find_tensors(state.target.values()) if state.comm.world.rank == 0 else None
     if found is None:  # the other ranks write their parts of sharded tensors alone, which all of them agree on first
         checkpoint = Checkpoint(state)
         checkpoint.tensors = staging.copy(checkpoint.tensors)
@@ -303,6 +305,26 @@ def checkpoint_of_copies(state: StateCollector, staging: StagingBuffers, thread:
     find, given = copies.get, checkpoint.tensors.items()  # with others, which were made of arrays, or are keys
     checkpoint.tensors = {name: tensor.clone() if (copy := find(id(tensor))) is None else copy for name, tensor in given}
     return checkpoint
+
+
+def _find_tensors(values: Iterable[Any], depth: int = 0) -> list[Tensor] | None:
+    """Return the tensors in values and their containers, but for sets and keys; ``None`` if they are not all plain."""
+    # hot path: "stop for a snapshot" in benchmarks/growth.py
+    if depth > _values.MAX_DEPTH:
+        return None
+    found: list[Tensor] = []
+    for value in values:
+        cls = type(value)
+        if cls in TENSORS:
+            found.append(value)
+        elif cls in _CONTAINERS:
+            below = _find_tensors(value if cls is list or cls is tuple else value.values(), depth + 1)
+            if below is None:
+                return None
+            found += below
+        elif isinstance(value, Tensor):
+            return None
+    return found
 
 
 def coordinate(

@@ -6,13 +6,15 @@ last, so what has one was written to its end. How that is done in a directory an
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import posixpath
 import re
 import zlib
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -301,7 +303,7 @@ class Snapshots:
 
     def holds(self, name: str, iteration: int) -> bool:
         """Return whether there is a snapshot of that name, of that iteration."""
-        manifest = self._summary(check_name(name), self.files.state(name))
+        manifest = self._summary(name, self.files.state(name))
         if manifest is None or manifest.iteration != iteration:
             return False
         return self.files.admits(name, manifest.stamp, manifest.digest)
@@ -345,6 +347,22 @@ class Snapshots:
                 return {name: folder for name, (is_valid, folder) in folders if is_valid}
 
         return self.files.sweep(find_folders)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Disable garbage collection while a snapshot is taken or loaded, and many lasting objects are created.
+
+    Python looks for cycles among all objects each time that enough were made: with many tensors half of the time.
+    """
+    # hot path: "stop for a snapshot" in benchmarks/growth.py
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def find_newest(

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import base64
 import copy
-import gc
 import json
 import math
 import re
 import warnings
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -264,22 +262,6 @@ def require_dtype(name: object) -> None:
         raise ValueError(f"{rule}: read it with torch {since} or newer")
 
 
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Disable garbage collection during the block, in which many lasting objects are created.
-
-    Python looks for cycles among all objects each time that enough were made: with many tensors half of the time.
-    """
-    # hot path: "stop for a snapshot" in benchmarks/growth.py
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 FORMAT = 1
 MAX_DEPTH = 100  # containers within containers; deeper than any state, far below what recursion can bear
 
@@ -322,26 +304,6 @@ def to_text(values: Mapping[str, Any]) -> bytes:
     return json.dumps({"format": FORMAT, "state": values}, allow_nan=False, separators=(",", ":")).encode()
 
 
-def find_tensors(values: Iterable[Any], depth: int = 0) -> list[Tensor] | None:
-    """Return the tensors in values and their containers, but for sets and keys; ``None`` if they are not all plain."""
-    # hot path: "stop for a snapshot" in benchmarks/growth.py
-    if depth > MAX_DEPTH:
-        return None
-    found: list[Tensor] = []
-    for value in values:
-        cls = type(value)
-        if cls in _TENSORS:
-            found.append(value)
-        elif cls in _CONTAINERS:
-            below = find_tensors(value if cls is list or cls is tuple else value.values(), depth + 1)
-            if below is None:
-                return None
-            found += below
-        elif isinstance(value, Tensor):
-            return None
-    return found
-
-
 def decode(text: bytes, tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, Any]:
     """Return the state of a document of `to_text`. Tensors come out of ``tensors`` as they are, arrays are copies.
 
@@ -375,7 +337,7 @@ class _Encoder:
 
     def value(self, path: str, value: Any, depth: int) -> Any:
         cls = type(value)
-        if cls in _TENSORS:  # hot path: "stop for a snapshot" in benchmarks/growth.py, as most values are tensors there
+        if cls in TENSORS:  # hot path: "stop for a snapshot" in benchmarks/growth.py, as most values are tensors there
             return self._tensor(path, value, depth)
         if depth > MAX_DEPTH:
             raise TypeError(f"{path}: {cls.__name__} is more than {MAX_DEPTH} containers deep, or holds itself; flatten it")
@@ -407,7 +369,7 @@ class _Encoder:
         raise TypeError(_refusal(path, value))
 
     def _tensor(self, path: str, tensor: Tensor, depth: int) -> dict[str, Any]:
-        is_refused = type(tensor) not in _TENSORS and not (is_sharded(tensor) and type(to_local(tensor)) in _TENSORS)
+        is_refused = type(tensor) not in TENSORS and not (is_sharded(tensor) and type(to_local(tensor)) in TENSORS)
         if is_refused or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             description = f"{type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
             raise TypeError(f"{path}: a {description} cannot be saved; save a plain tensor, to_dense() or dequantize()")
@@ -570,8 +532,7 @@ def _numpy_dtype(text: Any) -> np.dtype[Any]:
     return np.dtype(text)  # type: ignore[no-any-return]
 
 
-_TENSORS = (Tensor, torch.nn.Parameter)
-_CONTAINERS = (dict, list, tuple, OrderedDict)
+TENSORS = (Tensor, torch.nn.Parameter)
 _SCALARS: dict[type, Callable[[Any], Any]] = {
     int: lambda value: value if abs(value) < _LARGEST_INT else {"$int": hex(value)},
     float: _float,

@@ -210,13 +210,15 @@ class DictionarySerializer(Serializer):
         self._owners: dict[str, _Owner] = {}
 
     def __call__(self, key: str, value: Any) -> Any:
+        # hot path: "chainring, asynchronous" in benchmarks/snapshot.py, for thousands of parameters
         path = self._path + key
         if path in self._owners:
             self._check_repeated(path, value)
             return value
         self._owners[path] = self._owner
         self._given[path] = value
-        self.target[path] = copy_value(value)
+        if self._given is not self.target:
+            self.target[path] = copy_value(value)
         return value
 
     def visited(self) -> list[Any]:
@@ -253,16 +255,6 @@ class StateCollector(DictionarySerializer):
         self._given = self.target
         self.directory = directory
         self.referred: list[Path] = []  # the files to which the state refers
-
-    def __call__(self, key: str, value: Any) -> Any:
-        # hot path: "chainring, asynchronous" in benchmarks/snapshot.py, for thousands of parameters
-        path = self._path + key
-        if path in self._owners:
-            self._check_repeated(path, value)
-            return value
-        self._owners[path] = self._owner
-        self.target[path] = value
-        return value
 
     def refer(self, path: Path) -> None:
         self.referred.append(path)
@@ -456,7 +448,9 @@ def visit_like(serializer: AbstractSerializer, key: str, value: Any, likes: Mapp
 
 def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> None:
     """Save or load an object under ``key``, if it has state."""
-    if serialize_method(obj) is not None or has_state(obj):
+    method = serialize_method(obj)
+    saves_nothing = getattr(method, "__func__", None) is Stateful.serialize
+    if not saves_nothing and (method is not None or has_state(obj)):
         serializer.visit(key, obj)
 
 

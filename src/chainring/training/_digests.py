@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from chainring._naming import unwrap
 from chainring._random import digest
 from chainring.serializers._models import OptimizerState
 from chainring.serializers.protocol import StateCollector
+from chainring.training._unsaved import leaves
 from chainring.training.updaters.base import Updater
 
 
@@ -61,9 +61,9 @@ class StateDigests:
             state.visit(f"model:{name}", unwrap(model))
         for name, optimizer in updater.get_all_optimizers().items():
             state.visit(f"optimizer:{name}", OptimizerState(optimizer, models, name))
-        tensors: dict[str, Tensor] = {}  # by their paths in a snapshot
-        for path, value in collected.target.items():
-            _add_tensors(path, value, tensors)
+        found = (leaf for path, value in collected.target.items() for leaf in leaves(path, value))
+        tensors = {path: value for path, value in found if isinstance(value, Tensor)}  # by their paths in a snapshot
+        tensors = {path: value.detach() for path, value in tensors.items() if not (is_lazy(value) or value.is_meta)}
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
         shards = assign_writers(sharded, comm.world) if sharded else {}
         self.names = list(tensors)
@@ -89,15 +89,3 @@ class StateDigests:
     def read(self) -> NDArray[np.uint64]:
         """Return the digests in the order of the names, which waits for the devices."""
         return self.finish(read_together(self.sums))
-
-
-def _add_tensors(path: str, value: Any, tensors: dict[str, Tensor]) -> None:
-    if isinstance(value, Tensor):
-        if not is_lazy(value) and not value.is_meta:
-            tensors[path] = value.detach()
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _add_tensors(f"{path}/{key}", item, tensors)
-    elif isinstance(value, (list, tuple, deque)):
-        for index, item in enumerate(value):
-            _add_tensors(f"{path}/{index}", item, tensors)

@@ -99,8 +99,9 @@ class Entry:
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
         self.place = user_place()
         self.is_due = False
-        # Of the extension and of its trigger, unless it is something else of the user's.
-        named = (getattr(identified, "identity", None) for identified in (extension, self.trigger))
+        # Of the extension and of its trigger, unless it is inherited, or something else of the user's.
+        own_trigger = getattr(type(self.trigger), "identity", None) is not Trigger.identity
+        named = self._defined("identity"), getattr(self.trigger, "identity", None) if own_trigger else None
         self._identities = [call if callable(call) and not find_call_error(call, None) else None for call in named]
         self.observe = self._defined("observe")
         self.observe_start = self._defined("observe_start")
@@ -108,9 +109,9 @@ class Entry:
 
     def optional(self, name: str) -> Any:
         """Return an attribute or a method of the extension, or that of `Extension`, because a user's need not have it."""
-        default = getattr(self.defaults, name)
-        value = getattr(self.extension, name, default)
-        return value if callable(value) or not callable(default) else default
+        value = getattr(self.extension, name, None)
+        is_other = value is None or (callable(getattr(type(self.defaults), name)) and not callable(value))
+        return getattr(self.defaults, name) if is_other else value
 
     def identify(self, trainer: Trainer) -> Identity:
         """Return what the extension is recognized by in another run."""

@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from chainring import _random
 from chainring._messages import warn
-from chainring._progress import Trainer, find_main_iterator
+from chainring._progress import Trainer
+from chainring.iterators.base import find_main_iterator
 from chainring.serializers.protocol import (
     AbstractSerializer,
     DictionaryDeserializer,

@@ -73,7 +73,7 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves(f"{path}/{key}", item)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         for index, item in enumerate(value):
             yield from leaves(f"{path}/{index}", item)
     elif isinstance(value, (set, frozenset)):

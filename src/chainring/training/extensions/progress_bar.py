@@ -17,7 +17,8 @@ from typing import Any, Literal, Protocol
 from tqdm import tqdm
 
 from chainring._messages import try_to_show
-from chainring._progress import check_epoch_period, to_fraction
+from chainring._progress import to_fraction
+from chainring.iterators.base import check_epoch_period
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 

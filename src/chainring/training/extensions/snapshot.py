@@ -28,8 +28,7 @@ from chainring.serializers._saving import (
     module_tensors,
     save_tensors,
 )
-from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Snapshots, find_newest
-from chainring.serializers._values import without_collections
+from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Snapshots, find_newest, without_collections
 from chainring.serializers.protocol import capture, has_state, is_module, serialize_method
 from chainring.training._entry import Entry
 from chainring.training._run_directory import NamePattern

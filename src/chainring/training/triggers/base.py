@@ -10,7 +10,8 @@ from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from chainring._checks import find_call_error, is_number
-from chainring._progress import UNITS, Trainer, check_epoch_period, to_fraction
+from chainring._progress import UNITS, Trainer, to_fraction
+from chainring.iterators.base import check_epoch_period
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful, visit_if_stateful
 
 TriggerLike: TypeAlias = Callable[[Trainer], bool] | tuple[float, Literal["iteration", "epoch", "second"]] | None

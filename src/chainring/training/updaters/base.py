@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
 from chainring._naming import parameter_names, unwrap
-from chainring._progress import Trainer, find_main_iterator, raise_unless_end
+from chainring._progress import Trainer, raise_unless_end
+from chainring.iterators.base import find_main_iterator
 from chainring.serializers._models import (
     Flags,
     Layouts,

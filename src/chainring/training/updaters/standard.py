@@ -598,10 +598,10 @@ class StandardUpdater(Updater):
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         scheme, loads = self._scheme, not isinstance(serializer, Serializer)
-        if not loads:
+        if not loads and scheme.had_empty is not None:
             scheme.check_weights()
-            if serializer.comm.size > 1:  # all ranks save together
-                check_same(self.comm, scheme.models, scheme.wrapped)
+        if not loads and serializer.comm.size > 1:  # all ranks save together
+            check_same(self.comm, scheme.models, scheme.wrapped)
         super().serialize(serializer)
         span = serializer("span", [self.previous_epoch_detail, self.is_new_epoch])
         if loads and scheme.spans_batches:
