@@ -54,6 +54,8 @@ _ELEMENT_BY_ELEMENT = (
 class RunningStatistics:
     """The buffers of some models. All virtual ranks begin an update with the same ones.
 
+    They are set by way of ``.data``, which does not count as a change: a graph that has saved one would refuse it, though in
+    the backward of a virtual rank its buffers are again what they were when it was left.
     Those that a virtual rank changes are set aside for it, so that the next one starts from the same values. In the end,
     a floating-point buffer is the mean of the results weighted by rows, and an integer buffer is that of virtual rank 0.
     ``changed`` are the numbers of the buffers that a virtual rank of this rank has changed.
@@ -84,7 +86,7 @@ class RunningStatistics:
         for slot, (result, value) in values.items():
             buffers, name = self._slots[slot]
             buffers[name] = result
-            _set_quietly(self._buffers[slot], value)
+            self._buffers[slot].data.copy_(value)
 
     @torch.no_grad()
     def take(self, values: dict[int, tuple[Tensor, Tensor]]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -101,7 +103,7 @@ class RunningStatistics:
             if slot in taken or result is not buffer or result.device.type != "cpu" or not torch.equal(result, initial):
                 taken[slot] = result, buffer.clone()
                 buffers[name] = buffer
-                _set_quietly(buffer, initial)
+                buffer.data.copy_(initial)
         return taken
 
     def _refuse_new_ones(self) -> None:
@@ -158,14 +160,6 @@ class RunningStatistics:
             assert total is not None
             change = total / rows if _is_averaged(buffer) else total
             buffer.copy_(torch.where(change == 0, _exact(initial), _exact(initial) + change))
-
-
-def _set_quietly(buffer: Tensor, value: Tensor) -> None:
-    """Set a buffer to a value without counting that as a change, which a graph that has saved the buffer would refuse.
-
-    When a virtual rank computes its backward, its buffers are again what they were when it was left.
-    """
-    buffer.data.copy_(value)
 
 
 def _is_averaged(buffer: Tensor) -> bool:
