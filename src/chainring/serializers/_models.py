@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from numbers import Real
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeGuard
 
@@ -122,8 +123,8 @@ class Flags:
             self._known = current
             self._values = _flag_values(model) if current == self._made else None
 
-    def serialize(self, serializer: AbstractSerializer, name: str, model: nn.Module, iteration: int) -> None:
-        """Save what has changed since the script had set it, or put all back."""
+    def serialize(self, serializer: AbstractSerializer, name: str, model: nn.Module, before: int, iteration: int) -> None:
+        """Save what has changed since the script had set it, or put all back; ``before`` it was loaded the iteration was."""
         key = f"changed_flags:{name}"
         if isinstance(serializer, Serializer):
             if _flag_values(model) == self._values:
@@ -135,6 +136,7 @@ class Flags:
             if changed:
                 serializer(key, changed)
             return
+        self.note(model, before)
         changed = visit_optional(serializer, key, {})
         for (flag, path), owners in _flag_owners(model).items():
             saved = changed.get(flag, {}).get(path, self._made.get((flag, path)))
@@ -297,9 +299,9 @@ class OptimizerState:
             group = optimizer.param_groups[index]
             for key, value in settings.items():
                 if key in before and before[key] != value:
-                    group[key] = _filled(made[index].get(key), value)
+                    group[key] = filled(made[index].get(key), value)
                     if key == "lr" and "initial_lr" in group:
-                        group["initial_lr"] = _filled(group["initial_lr"], value)
+                        group["initial_lr"] = filled(group["initial_lr"], value)
                     announce_change(f"{key} of optimizer {self._label!r}, group {index}", before[key], value)
 
     def _serialize_as_it_is(self, serializer: AbstractSerializer, live: Any, names: list[list[str]]) -> None:
@@ -380,7 +382,7 @@ def load_optimizer(
     if not type(optimizer).__module__.startswith("torch."):
         check_loaded(optimizer, {key: value for key, value in saved.items() if key != "param_groups"})
     for group, settings in zip(optimizer.param_groups, made, strict=False):
-        group.update({key: _filled(settings.get(key), value) for key, value in group.items()})
+        group.update({key: filled(settings.get(key), value) for key, value in group.items()})
 
 
 def check_loaded(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -528,13 +530,13 @@ def _as_number(value: Any) -> Any:
     return value.item() if is_number else value
 
 
-def _filled(setting: Any, value: Any) -> Any:
+def filled(setting: Any, value: Any) -> Any:
     """Return a value in the form of the setting: a tensor is filled in place, and a constant of the script stays."""
     if isinstance(setting, _CONSTANTS):
         return setting
     if isinstance(setting, tuple) and isinstance(value, (tuple, list)) and len(setting) == len(value):
-        return tuple(map(_filled, setting, value))
-    if not isinstance(setting, Tensor) or not isinstance(value, (Tensor, bool, int, float)):
+        return tuple(map(filled, setting, value))
+    if not isinstance(setting, Tensor) or not isinstance(value, (Tensor, Real)):
         return value
     with torch.no_grad():
         return setting.copy_(value) if isinstance(value, Tensor) else setting.fill_(value)

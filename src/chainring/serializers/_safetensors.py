@@ -319,8 +319,6 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     size = tensor.numel() * tensor.itemsize
     if size <= CHUNK:
         yield tensor.contiguous().reshape(-1)
-    elif tensor.is_contiguous():
-        yield from torch.split(tensor.reshape(-1), CHUNK // tensor.itemsize)
     else:
         rows = len(tensor) * CHUNK // size
         for block in torch.split(tensor, rows) if rows > 1 else tensor:

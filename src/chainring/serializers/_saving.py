@@ -97,7 +97,6 @@ class StagingBuffers:
         return dict(zip(tensors, self._copies, strict=True)) if is_same else self.copy(tensors), result
 
     def _fill(self, originals: Sequence[Tensor]) -> None:
-        """Copy tensors into the buffers."""
         if self._buffers:
             with torch.no_grad():  # one call for all, since a call for each takes longer than to copy a small one
                 torch._foreach_copy_(self._buffers, [originals[i] for i in self._distinct], non_blocking=True)

@@ -119,7 +119,6 @@ class AbstractSerializer:
             )
 
     def _enter(self, key: str, obj: Any, part: str) -> Self:
-        """Return the child for an object that is visited."""
         below = self[key]
         below._owner = obj, part
         if part != _ENTRIES and isinstance(obj, nn.Module):

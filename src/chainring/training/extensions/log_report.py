@@ -250,7 +250,6 @@ class _Rows:
         self.count = len(self._recent)
 
     def append(self, row: Row) -> None:
-        """Add a row, and write it."""
         self._recent.append(row)
         self.count += 1
         if self._file.path is None:
@@ -263,7 +262,6 @@ class _Rows:
             self._stored, self._recent = replace(self._file), []
 
     def update_array(self) -> None:
-        """Bring the array up to date."""
         began, file = time.monotonic(), self._file
         if not self._is_stale or file.path is None:
             return
@@ -382,7 +380,6 @@ class _Media:
         return media
 
     def close(self) -> None:
-        """Listen no more."""
         if self._reporter is not None:
             watchers = self._reporter.media_watchers
             self._reporter.media_watchers = tuple(watcher for watcher in watchers if watcher != self._add)

@@ -16,6 +16,7 @@ from torch.optim.swa_utils import SWALR
 
 from chainring._messages import OneTimeWarning, warn
 from chainring.reporting.summary import IntervalMeans
+from chainring.serializers._models import filled
 from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, has_state
 from chainring.training.extension import Extension
@@ -264,13 +265,7 @@ def copy_settings(optimizer: Any) -> list[dict[str, Any]]:
 
 def set_value(group: dict[str, Any], key: str, value: Any) -> None:
     """Set one setting. A tensor is changed in place, because a compiled or captured step reads it."""
-    current = group.get(key)
-    if not isinstance(current, Tensor) or isinstance(value, (tuple, list)):
-        group[key] = value
-    elif isinstance(value, Tensor):
-        current.copy_(value)
-    else:
-        current.fill_(value)
+    group[key] = filled(group.get(key), value)
 
 
 def are_equal(first: Any, second: Any) -> bool:

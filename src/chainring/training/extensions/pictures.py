@@ -115,7 +115,6 @@ class PlotReport(Extension):
             )
 
     def _add(self, trainer: Trainer, means: dict[str, float]) -> None:
-        """Add a point of each key, and draw the figure."""
         x = trainer.updater.iteration if self._x_key == "iteration" else trainer.updater.epoch_detail
         for key, mean in means.items():
             self._points[key].append((x, mean))

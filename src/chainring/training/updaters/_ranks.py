@@ -185,7 +185,6 @@ class _Hook:
         return {key: copy_value(value) for key, value in values.items()}
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Put the state back."""
         if not self._is_of_torch:
             DictionaryDeserializer(values).visit("state", self._state)
             return

@@ -222,7 +222,6 @@ class VirtualUpdate:
     # --- parts ---
 
     def _enter(self, part: Part) -> None:
-        """Let a part begin, or continue."""
         self._scheme.update = part.update
         if "main" in self._positions:  # the batch of the part, and not the one that was fetched for all
             self._scheme.epochs = part

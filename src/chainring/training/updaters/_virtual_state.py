@@ -189,7 +189,6 @@ class ShardedGradients:
         self._fsdp_params = [fsdp_param for model in models for fsdp_param in fsdp_parameters(model)]
 
     def __bool__(self) -> bool:
-        """Return True if a model has sharded parameters."""
         return bool(self._fsdp_params)
 
     def drop(self) -> None:

@@ -22,7 +22,7 @@ from chainring.serializers._models import (
     serialize_layouts,
     trains_other_weights,
 )
-from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
+from chainring.serializers.protocol import AbstractSerializer, Stateful
 
 
 class _FromIterator:
@@ -107,15 +107,12 @@ class Updater(Stateful):
 
     def start(self) -> None:
         """Prepare for a run; called when it starts, after the state of a resumed run was restored."""
-        self._note_flags()
-        for optimizer in self.get_all_optimizers().values():
-            if trains_other_weights(optimizer):
-                optimizer.train()
-
-    def _note_flags(self) -> None:
         for name, model in self.get_all_models().items():
             if name in self._flags:
                 self._flags[name].note(unwrap(model), self.iteration)
+        for optimizer in self.get_all_optimizers().values():
+            if trains_other_weights(optimizer):
+                optimizer.train()
 
     def finalize(self) -> None:
         """Release the iterators; called once when a run ends, with or without an error."""
@@ -186,9 +183,7 @@ class Updater(Stateful):
         raise NotImplementedError(f"{type(self).__name__} must define update_core()")
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        if not isinstance(serializer, Serializer):
-            self._note_flags()
-        self.iteration = serializer("iteration", self.iteration)
+        before, self.iteration = self.iteration, serializer("iteration", self.iteration)
         for name, iterator in self.get_all_iterators().items():
             serializer.visit(f"iterator:{name}", iterator)
         models = self.get_all_models()
@@ -196,7 +191,7 @@ class Updater(Stateful):
             if name in self._layouts:
                 serialize_layouts(serializer, name, unwrap(model), self._layouts[name])
             if name in self._flags:
-                self._flags[name].serialize(serializer, name, unwrap(model), self.iteration)
+                self._flags[name].serialize(serializer, name, unwrap(model), before, self.iteration)
             serializer.visit(f"model:{name}", unwrap(model))
         for name, optimizer in self.get_all_optimizers().items():
             state = OptimizerState(optimizer, models, name, self.constructed.get(name), self._groups.get(name))
