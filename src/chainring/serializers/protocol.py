@@ -577,9 +577,6 @@ def entry_names(module: Any, entries: Mapping[str, Any], below: str = "") -> dic
     return names
 
 
-_recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", default=None)
-
-
 class ChangedSetting(NamedTuple):
     """A setting of a resumed run that differs from the saved run, and the value that is used."""
 
@@ -589,47 +586,40 @@ class ChangedSetting(NamedTuple):
     consequence: str
 
 
-_unprinted: ContextVar[list[ChangedSetting] | None] = ContextVar("_unprinted", default=None)
+_Announced = tuple[list[ChangedSetting], dict[str, list[Any]] | None]
+_announced: ContextVar[_Announced | None] = ContextVar("_announced", default=None)
 _HOLDS = "the new value holds"
 
 
 def announce_change(name: str, saved: Any, given: Any, consequence: str = _HOLDS) -> None:
     """Print that a setting of a resumed run differs; in `printing_changes` with the others, as one table."""
-    changes, unprinted = _recorded.get(), _unprinted.get()
-    setting = ChangedSetting(name, saved, given, consequence)
+    setting, announced = ChangedSetting(name, saved, given, consequence), _announced.get()
+    if announced is None:
+        info(_format_changes([setting]))
+        return
+    unprinted, changes = announced
+    unprinted.append(setting)
     if changes is not None:
         changes[name] = [saved, given]
-    if unprinted is None:
-        info(_format_changes([setting]))
-    else:
-        unprinted.append(setting)
 
 
 @contextmanager
-def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
-    """Inside, add each announced change to ``changes``: its name, with the saved and the given value."""
-    token = _recorded.set(changes)
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
-
-
-@contextmanager
-def printing_changes(unprinted: list[ChangedSetting], is_complete: bool = True) -> Iterator[None]:
+def printing_changes(
+    unprinted: list[ChangedSetting], changes: dict[str, list[Any]] | None = None, *, is_complete: bool = True
+) -> Iterator[None]:
     """Inside, add each announced change to ``unprinted``; at the end print all of these as one table, and empty it.
 
     With ``is_complete=False`` more changes will follow, and nothing is printed; nor is it inside another one, which prints.
+    The saved and the given values are added to ``changes`` by name.
     """
-    if _unprinted.get() is not None:
-        yield
-        return
-    token = _unprinted.set(unprinted)
+    outer = _announced.get()
+    unprinted, around = (unprinted, None) if outer is None else outer
+    token = _announced.set((unprinted, around if changes is None else changes))
     try:
         yield
     finally:
-        _unprinted.reset(token)
-    if unprinted and is_complete:
+        _announced.reset(token)
+    if outer is None and unprinted and is_complete:
         info(_format_changes(unprinted))
         unprinted.clear()
 

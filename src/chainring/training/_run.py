@@ -34,7 +34,6 @@ from chainring.serializers.protocol import (
     Deserializer,
     DictionaryDeserializer,
     printing_changes,
-    recording_changes,
     visit_if_stateful,
     visit_setting,
 )
@@ -457,7 +456,7 @@ class LoadedState:
         for entry in trainer.entries:
             if entry.name in names and entry.name not in self._names:
                 name, trigger = names[entry.name], entry.trigger
-                with recording_changes(self.changes):
+                with printing_changes(self.unprinted, self.changes):
                     visit_if_stateful(source["extensions"], name, entry.extension)
                     if saved_classes[name] == type(trigger).__name__:
                         visit_if_stateful(source["extension_triggers"], name, trigger)

@@ -29,7 +29,6 @@ from chainring.serializers.protocol import (
     Stateful,
     announce_change,
     printing_changes,
-    recording_changes,
     visit_if_stateful,
     visit_setting,
 )
@@ -419,13 +418,11 @@ class Trainer(Stateful):
         run, entries, is_loading = self._run, list(self._entries.values()), isinstance(serializer, Deserializer)
         if is_loading and run.started_at is not None:
             raise RuntimeError("state must be loaded before run(), which has started; make a new trainer and load into that")
-        if run.loaded_state.exists and not is_loading:
-            run.loaded_state.restore(self)  # a trainer that is loaded and saved, without a run, keeps all state
-        run.loaded_state.changes = {} if is_loading else run.loaded_state.changes
-        with contextlib.ExitStack() as stack:
-            if is_loading:
-                stack.enter_context(printing_changes(run.loaded_state.unprinted))
-                stack.enter_context(recording_changes(run.loaded_state.changes))
+        loaded = run.loaded_state
+        if loaded.exists and not is_loading:
+            loaded.restore(self)  # a trainer that is loaded and saved, without a run, keeps all state
+        loaded.changes = {} if is_loading else loaded.changes
+        with printing_changes(loaded.unprinted, loaded.changes) if is_loading else contextlib.nullcontext():
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
@@ -437,7 +434,7 @@ class Trainer(Stateful):
 
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             visit_setting(serializer, "stop_trigger_setting", describe(self.stop_trigger, as_setting=True), "stop trigger")
-            generators = _visit_generators(serializer["generators"], self.comm, run.loaded_state.generators)
+            generators = _visit_generators(serializer["generators"], self.comm, loaded.generators)
             observation = serializer["observation"]
             if isinstance(serializer, Deserializer):
                 self.reported = Reported({key: observation(key, None) for key in serializer["observation"].paths()})
@@ -447,7 +444,7 @@ class Trainer(Stateful):
                 for key in run.carried:
                     if not key.startswith("extension"):
                         run.carried.load(serializer[key], key)
-                run.loaded_state.begin(serializer, classes, identities, generators, self)
+                loaded.begin(serializer, classes, identities, generators, self)
                 return  # extensions are loaded by `LoadedState`, now or when they are registered
             for key, value in self.reported.observation().items():
                 if is_scalar(value):
