@@ -7,8 +7,6 @@ One that has another container, attribute or generator is one name more here, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Dataset, Sampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
+from chainring._callables import is_taken_apart, references
 from chainring._random import digest, is_generator
 from chainring.datasets._batches import Batch
 from chainring.datasets.base import DatasetMixin
@@ -52,10 +51,8 @@ def members_of(source: Any, *, is_loader: bool = False) -> list[Any]:
 
 def _contents_of(value: Any, is_loader: bool) -> list[Any]:
     """Return what an object goes through or calls; the properties of a dataset may open files, and are left alone."""
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__]
+    if is_taken_apart(value):  # but for the outer variables of a function
+        return [item for kind, _, item in references(value) if kind in ("function", "object", "argument")]
     attributes = getattr(value, "__dict__", {})
     if is_loader:
         attributes = {name: getattr(value, name, None) for name in _ATTRIBUTES} | attributes
@@ -111,18 +108,20 @@ def sampler_gap(loader: Any) -> str | None:
 
     Without the state of a sampler it skips as many indices of a new order as were drawn of the old one.
     """
-    if not _is_torchdatas(loader):
+    if not is_defined_in(loader, "torchdata."):
         return None
     outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     inner = outer.sampler if isinstance(outer, BatchSampler) else outer
     is_kept = has_state(outer) or isinstance(inner, (SequentialSampler, _InfiniteConstantSampler))
-    if is_kept or ((outer is inner or _is_torchdatas(outer)) and (_is_torchdatas(inner) or has_state(inner))):
+    is_asked = outer is inner or is_defined_in(outer, "torchdata.")
+    if is_kept or (is_asked and (is_defined_in(inner, "torchdata.") or has_state(inner))):
         return None
     return f"the position of its {type(inner).__name__}"
 
 
-def _is_torchdatas(value: Any) -> bool:
-    return type(value).__module__.startswith("torchdata.")
+def is_defined_in(value: Any, package: str) -> bool:
+    """Return whether a function, or the class of an object, was defined in a package."""
+    return str(getattr(value, "__module__", "") or "").startswith(package)
 
 
 # --- the content of a batch, by which it is known again ---

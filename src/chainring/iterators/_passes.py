@@ -32,6 +32,7 @@ from chainring._random import (
 )
 from chainring.datasets._batches import COLUMNS, Batch, Layout, make_batch
 from chainring.iterators import _order
+from chainring.iterators._order import is_defined_in
 from chainring.iterators._workers import END_SIGNALS, exit_with_parent
 from chainring.iterators.base import not_the_end
 from chainring.serializers.protocol import has_state
@@ -127,14 +128,14 @@ class TorchLoader(Source):
         dataset: Any = getattr(loader, "dataset", None)
         self._dataset = source_of(dataset)
         # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
-        self._samplers_draw = not all(_is_defined_in(sampler, "torch.utils.data") for sampler in self.samplers)
+        self._samplers_draw = not all(is_defined_in(sampler, "torch.utils.data") for sampler in self.samplers)
         self.may_draw = not self.n_workers or self._samplers_draw
         self.has_end = self._dataset.has_end
         self.state_gap, self.inexactness = self._dataset.state_gap or _order.sampler_gap(loader), self._dataset.inexactness
         if self.n_workers:
             is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
             has_no_code = is_table or type(dataset) in (TensorDataset, list, tuple)
-            if not has_no_code or not _is_defined_in(getattr(loader, "collate_fn", None), "torch.utils.data"):
+            if not has_no_code or not is_defined_in(getattr(loader, "collate_fn", None), "torch.utils.data"):
                 self.state_gap = "the random generators of its workers"
             if not getattr(loader, "in_order", True) and self.inexactness is None:
                 self.inexactness = "with in_order=False batches come in the order in which the workers finish; leave it True"
@@ -168,7 +169,7 @@ class TorchLoader(Source):
             releases.append(multiprocessing.util.Finalize(None, guard.released.set, exitpriority=20))
             used |= {"prefetch_factor": loader.prefetch_factor or 2, "timeout": loader.timeout, "worker_init_fn": guard}
         collate = loader.collate_fn
-        if loader.batch_sampler is not None and self.layout is not COLUMNS and not _is_defined_in(collate, "chainring."):
+        if loader.batch_sampler is not None and self.layout is not COLUMNS and not is_defined_in(collate, "chainring."):
             used["collate_fn"] = _CountingCollate(collate)
         vars(loader).update(used)  # torch refuses to set some of these attributes
         try:
@@ -192,7 +193,7 @@ class Stream(Source):
                 self.has_end = False
             if hasattr(step, "buffer_size"):
                 self.state_gap = self.state_gap or "the examples in its shuffle buffer"
-            elif getattr(step, "batched", False) and not _is_defined_in(getattr(step, "function", None), "datasets."):
+            elif getattr(step, "batched", False) and not is_defined_in(getattr(step, "function", None), "datasets."):
                 gap = "the position in a batched map, which may draw for many examples at once"
                 self.state_gap = self.state_gap or gap
             generator: Any = getattr(step, "generator", None)
@@ -224,11 +225,6 @@ def is_from_data(error: StopIteration, begun: Any) -> bool:
         return True
     called = [name for (file, _), (_, name) in pairwise(names) if file == torch_fetch.__file__]
     return bool(called) and called[0] != "__next__"  # in which an iterable dataset may end
-
-
-def _is_defined_in(value: Any, package: str) -> bool:
-    """Return whether a function, or the class of an object, was defined in a package."""
-    return str(getattr(value, "__module__", "") or "").startswith(package)
 
 
 def _length(sized: Any) -> int | None:
