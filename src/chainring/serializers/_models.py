@@ -536,7 +536,8 @@ def filled(setting: Any, value: Any) -> Any:
         return setting
     if isinstance(setting, tuple) and isinstance(value, (tuple, list)) and len(setting) == len(value):
         return tuple(map(filled, setting, value))
-    if not isinstance(setting, Tensor) or not isinstance(value, (Tensor, Real)):
+    is_number = isinstance(value, (Tensor, Real))
+    if not isinstance(setting, Tensor) or not is_number:
         return value
     with torch.no_grad():
         return setting.copy_(value) if isinstance(value, Tensor) else setting.fill_(value)

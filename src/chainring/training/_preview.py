@@ -20,6 +20,7 @@ from chainring._progress import Trainer
 from chainring.iterators.base import find_main_iterator
 from chainring.serializers.protocol import (
     AbstractSerializer,
+    Deserializer,
     DictionaryDeserializer,
     DictionarySerializer,
     Serializer,
@@ -237,6 +238,5 @@ def _visit_state(serializer: AbstractSerializer, trainer: Trainer, carried: Carr
         visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
     if isinstance(serializer, Serializer):
         carried.save(serializer, trainer, is_whole=True)
-    else:
-        for key in carried:
-            carried.load(serializer[key], key)
+    for key in carried if isinstance(serializer, Deserializer) else ():
+        carried.load(serializer[key], key)
