@@ -183,6 +183,17 @@ class Ledger:
         losses = {name: (value, kind) for name, value, kind in zip(self.names, bits, types, strict=True) if kind}
         return Row(iteration, int(self.batches[index]) or None, int(self.generators[index]) or None, losses)
 
+    def block(self, number: int, first: int, last: int) -> Block:
+        """Return a block of these iterations."""
+        block = Block(number, first)
+        for row in filter(None, map(self.row, range(first, last + 1))):
+            block.add_row(row.batch or 0, row.losses)
+            block.generators = row.generators or 0
+        for iteration, tensors in self.digests.items():
+            if (first if number else 0) <= iteration <= last:
+                block.digests[iteration] = list(tensors), np.array(list(tensors.values()), np.uint64)
+        return block
+
 
 def cut_back(content: bytes, path: Path, iteration: int) -> bytes:
     """Return a ledger without what is of later iterations; ``path`` is for errors, see `Ledger.read`."""
@@ -192,13 +203,7 @@ def cut_back(content: bytes, path: Path, iteration: int) -> bytes:
             break
         first, count, payload = block
         if first + count - 1 > iteration:
-            shorter = Block(number, first)
-            for row in filter(None, map(ledger.row, range(first, iteration + 1))):
-                shorter.add_row(row.batch or 0, row.losses)
-            for at, tensors in ledger.digests.items():
-                if (first if number else 0) <= at <= iteration:
-                    shorter.digests[at] = list(tensors), np.array(list(tensors.values()), np.uint64)
-            return content[:end] + shorter.encode([])
+            return content[:end] + ledger.block(number, first, iteration).encode([])
         end += _BLOCK_SIZE + len(payload)
     return content[:end]
 

@@ -211,8 +211,10 @@ class Recorder(Extension):
         last = serializer("last", self._last)
         self._not_drawn = list(serializer("not drawn", self._not_drawn))
         if not isinstance(serializer, Serializer):
-            self._rows, self._digests, self._names, self._last = [], {}, list(names), last
-            self._block = None if rows is None else _parse_block(rows)
+            self._rows, self._digests, self._names, self._last, self._block = [], {}, list(names), last, None
+            if rows is not None:
+                ledger = Ledger.parse(rows, Path("the snapshot"))
+                self._block = ledger.block(0, *ledger.iterations[[0, -1]].tolist())
             self._file, self._count = AppendOnly(), 0
             if in_file is not None:
                 self._file, self._count = AppendOnly.restore(in_file, serializer.directory), in_file[3]
@@ -233,17 +235,3 @@ def _as_tensor(value: Any) -> Tensor:
     if tensor.dtype in _TYPES:
         return tensor
     return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
-
-
-def _parse_block(content: bytes) -> Block:
-    """Return the rows and digests of a ledger of one block, in which a snapshot keeps them."""
-    ledger = Ledger.parse(content, Path("the snapshot"))
-    block = Block(0, int(ledger.iterations[0]))
-    for iteration in ledger.iterations.tolist():
-        row = ledger.row(iteration)
-        assert row is not None
-        block.add_row(row.batch or 0, row.losses)
-        block.generators = row.generators or 0
-    for iteration, tensors in ledger.digests.items():
-        block.digests[iteration] = list(tensors), np.array(list(tensors.values()), np.uint64)
-    return block
