@@ -238,5 +238,6 @@ def _visit_state(serializer: AbstractSerializer, trainer: Trainer, carried: Carr
         visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
     if isinstance(serializer, Serializer):
         carried.save(serializer, trainer, is_whole=True)
-    for key in carried if isinstance(serializer, Deserializer) else ():
-        carried.load(serializer[key], key)
+    elif isinstance(serializer, Deserializer):
+        for key in carried:
+            carried.load(serializer[key], key)
