@@ -204,6 +204,11 @@ def plan_optimizer(
     as large here, every entry has the shape of its parameter, and no other order is as likely.
     """
     try:
+        if not (form := optimizer.state_dict().keys()) >= {"state", "param_groups"}:
+            raise ValueError(
+                f"is that of an optimizer of torch, and state_dict() of {type(optimizer).__name__} has another form, "
+                f"{sorted(map(str, form))}: load it into an updater with the optimizer that it wraps"
+            )
         keys = _keys_in_order(optimizer, saved, models)
         state = _state_by_position(optimizer, saved, keys)
         is_by_number = not all(isinstance(key, str) for key in keys)
