@@ -51,11 +51,6 @@ class Task(ProcessTask):
     kill_at: int | None = None  # that after which the process is killed
 
     @property
-    def chooses(self) -> bool:
-        """Whether the iterations are chosen by it after which others are killed."""
-        return self.run == "first"
-
-    @property
     def snapshot(self) -> Path:
         """The snapshot that it takes before it is killed."""
         return Path(self.out) / f"verify_resume_{self.save_at}"
@@ -161,7 +156,7 @@ class _Recording(Observer):
             self._began = time.monotonic()
         trace = fingerprint(trainer, self._batches)
         _append(task, "jsonl", {"iteration": iteration, "events": [*self._events], "fingerprint": trace})
-        if task.chooses and ("epoch" in self._events or self._calls % _LOOKS_EACH == 0):
+        if task.run == "first" and ("epoch" in self._events or self._calls % _LOOKS_EACH == 0):
             self._look(trainer, iteration)
         self._events.clear()
         self._batches.clear()

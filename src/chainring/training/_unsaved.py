@@ -50,7 +50,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _NOT_WALKED = (type, ModuleType, BuiltinMethodType)
 _DISPLAYS = frozenset({"tqdm", "rich", "wandb", "mlflow", "tensorboard", "matplotlib", "optuna", "logging"})
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ITEMS, _MAX_BYTES = 8, 20_000, 100, 2**26
-_LEAST_BYTES = 2**12  # that an array counts for, since each takes time
+_LEAST_BYTES = 2**14  # that an array counts for, since each takes time
 _SAMPLED = 2**16  # elements of an array that is looked at in part
 _NOT_PERSISTENT = " (a buffer with persistent=False)"
 # What ends the text of what belongs to an installed package, of what may be a cache, and of what cannot be looked into.
@@ -146,7 +146,10 @@ def attributes_of(trainer: Trainer, *, in_modules: bool = False) -> Attributes:
     updater = trainer.updater
     models = {name: unwrap(model) for name, model in updater.get_all_models().items()}
     roots: dict[str, Any] = {f"updater.model:{name}": model for name, model in models.items()}
-    roots |= {f"updater.iterator:{name}": iterator for name, iterator in updater.get_all_iterators().items()}
+    for name, iterator in updater.get_all_iterators().items():
+        if in_modules and (data := getattr(iterator, "dataset", None)) is not None:
+            roots[f"updater.iterator:{name}.dataset"] = data  # a script may change it in place
+        roots[f"updater.iterator:{name}"] = iterator
     roots |= {f"updater.optimizer:{name}": optimizer for name, optimizer in updater.get_all_optimizers().items()}
     roots["updater"] = updater
     for entry in trainer.entries:
