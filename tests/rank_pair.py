@@ -16,20 +16,20 @@ def on_two_ranks(function, *arguments):
     return on_ranks(2, function, *arguments)
 
 
-def on_ranks(size, function, *arguments, seconds=60):
+def on_ranks(size, function, *arguments, seconds=60, device="cpu"):
     """What ``function(comm, *arguments)`` returns on each of ``size`` ranks, or the error that it raises, as text."""
     shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
-    return in_environments(environments, function, *arguments, seconds=seconds)
+    return in_environments(environments, function, *arguments, seconds=seconds, device=device)
 
 
-def in_environments(environments, function, *arguments, seconds=60):
+def in_environments(environments, function, *arguments, seconds=60, device="cpu"):
     """What ``function(comm, *arguments)`` returns in a process with each of the variables, or its error, as text."""
     context = multiprocessing.get_context("forkserver")
     size = len(environments)
     results, found = context.Queue(), {}
     ranks = [
-        context.Process(target=_live, args=(number, variables, results, function, arguments))
+        context.Process(target=_live, args=(number, variables, results, device, function, arguments))
         for number, variables in enumerate(environments)
     ]
     for rank in ranks:
@@ -47,12 +47,12 @@ def in_environments(environments, function, *arguments, seconds=60):
     return [found[rank] for rank in range(size)]
 
 
-def _live(rank, variables, results, function, arguments):
+def _live(rank, variables, results, device, function, arguments):
     os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(1)
     comm = None
     try:
-        comm = create_communicator("cpu")
+        comm = create_communicator(device)
         found = function(comm, *arguments)
     except BaseException as error:
         found = "".join(traceback.format_exception(error if comm is None else comm.failed(error)))

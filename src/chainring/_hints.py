@@ -184,7 +184,8 @@ ERRORS = {  # of PyTorch, by what is found in their text
         "a layer takes other features than it is given; chainring.nn.model_summary(model) lists the layers"
     ),
     r"Expected all tensors to be on the same device": (
-        "StandardUpdater(device=) moves model and batches, Evaluator(device=) its batches; make new tensors on x.device"
+        "StandardUpdater(device=) moves model and batches, Evaluator(device=) its batches; make new tensors on x.device; "
+        "after a model.to() of yours, make an optimizer that has its state at once, such as Adagrad"
     ),
     r"out of memory": 'a smaller batch with accumulate=k, or precision="bf16", takes less memory',
     r"backward through the graph a second time": "a value that one batch leaves to the next needs detach()",

@@ -8,11 +8,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Indices = NDArray[np.int64]
 
@@ -123,7 +125,7 @@ def deterministic(seed: int) -> None:
 
 def nondeterminism_reason() -> str | None:
     """Return why a run that is resumed from here would not be bit-exact, or ``None`` if it would."""
-    if _accelerator() is None or torch.are_deterministic_algorithms_enabled():
+    if not accelerators() or torch.are_deterministic_algorithms_enabled():
         return None
     return "made on an accelerator without chainring.deterministic(seed), which asks for deterministic kernels"
 
@@ -159,8 +161,25 @@ def set_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits accelerators, a hundred times slower
 
 
-def get_rng_state() -> dict[str, Any]:
-    """Return the state of every generator, in plain values and tensors."""
+def accelerators(updater: Any = None) -> list[torch.device]:
+    """Return the accelerators of an updater's models, in their order, then the current one; none if none is in use."""
+    if not torch.accelerator.is_available():
+        return []
+    kind: Any = torch.accelerator.current_accelerator()
+    if not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        return []
+    devices = list(getattr(updater, "replica_devices", ()))
+    for model in getattr(updater, "get_all_models", dict)().values():
+        devices += [tensor.device for tensor in (*model.parameters(), *model.buffers())] if hasattr(model, "buffers") else []
+    devices.append(torch.device(kind.type, torch.accelerator.current_device_index()))
+    return list(dict.fromkeys(device for device in devices if device is not None and device.type == kind.type))
+
+
+def get_rng_state(updater: Any = None) -> dict[str, Any]:
+    """Return the state of every generator, in plain values and tensors; those of `accelerators` in their order.
+
+    By their order and not by their numbers, so that a run continues on another device, such as the one that is free now.
+    """
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
     words = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
@@ -170,13 +189,12 @@ def get_rng_state() -> dict[str, Any]:
         "numpy": {**numpy, "state": {**numpy["state"], "key": words}},
         "torch": torch.get_rng_state(),
     }
-    device = _accelerator()
-    if device is not None:
-        state["accelerator"] = device.get_rng_state()
+    if devices := accelerators(updater):
+        state["accelerators"] = [_call("get_rng_state", device) for device in devices]
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any], updater: Any = None) -> None:
     """Restore what `get_rng_state` returned; an accelerator that has no state in it is left alone."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -184,9 +202,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
     key = numpy["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     torch.set_rng_state(state["torch"])
-    device = _accelerator()
-    if device is not None and "accelerator" in state:
-        device.set_rng_state(state["accelerator"])
+    for device, its_state in zip(accelerators(updater), state.get("accelerators", ()), strict=False):
+        _call("set_rng_state", device, its_state)
+
+
+def _call(name: str, device: torch.device, *arguments: Tensor) -> Any:
+    """Call a function of the module of an accelerator for one device; there is one alone of Apple's, which is not named."""
+    function = getattr(torch.get_device_module(device), name)
+    return function(*arguments) if device.type == "mps" else function(*arguments, device)
 
 
 Restore = Callable[[], None]
@@ -195,9 +218,9 @@ Restore = Callable[[], None]
 
 def take_generators() -> tuple[Restore, ...]:
     """Return the state of every generator for `put_generators`: in less time than `get_rng_state`, and not to be saved."""
-    device = _accelerator()
-    accelerator = () if device is None else (partial(device.set_rng_state, device.get_rng_state()),)
-    return *_take_host(), *accelerator
+    current = accelerators()  # of all of its kind, since `seed_all` seeds them all
+    devices = [torch.device(device.type, i) for device in current for i in range(torch.accelerator.device_count())]
+    return *_take_host(), *(partial(_call, "set_rng_state", device, _call("get_rng_state", device)) for device in devices)
 
 
 def put_generators(state: tuple[Restore, ...]) -> None:
@@ -231,14 +254,6 @@ preserve_host_rng = partial(preserve_rng, _take_host)
 """Restores the generators of Python, NumPy and torch on the CPU, for code that runs there: datasets and loaders."""
 
 
-def _accelerator() -> Any:
-    """Return the module of the accelerator in use, such as ``torch.cuda``, or ``None``; an unused one is not started."""
-    if not torch.accelerator.is_available():
-        return None
-    device = torch.get_device_module(torch.accelerator.current_accelerator())
-    return device if getattr(device, "is_initialized", lambda: True)() else None
-
-
 def is_generator(value: Any) -> bool:
     """Return whether this is a generator that a script may have beside the global ones."""
     return isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator))
@@ -268,32 +283,32 @@ def digest(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
 
 
-def digest_generators(not_drawn: Sequence[int] = ()) -> int:
-    """Return a `digest` of the states of the generators of Python, NumPy, torch and the accelerator; it takes 0.1 ms.
+def digest_generators(not_drawn: Sequence[int] = (), updater: Any = None) -> int:
+    """Return a `digest` of the states of the generators of Python, NumPy, torch and accelerators; it takes 0.1 ms.
 
     Those are left out whose states still are the ``not_drawn`` of `generator_digests`: nobody has drawn from them since.
     """
     # hot path: benchmarks/growth.py, recorder
-    parts = _generator_parts()
-    drawn = zip(parts, not_drawn, strict=True) if not_drawn else ((part, 0) for part in parts)
+    parts = _generator_parts(updater)
+    drawn = zip(parts, chain(not_drawn, repeat(0)), strict=False)  # there may be other accelerators than then
     return digest(*(b"" if digest(*part) == before else b"".join(part) for part, before in drawn))
 
 
-def generator_digests() -> list[int]:
+def generator_digests(updater: Any = None) -> list[int]:
     """Return a `digest` of the state of each generator, to see from which ones is drawn later."""
-    return [digest(*part) for part in _generator_parts()]
+    return [digest(*part) for part in _generator_parts(updater)]
 
 
-def _generator_parts() -> list[tuple[Any, ...]]:
+def _generator_parts(updater: Any) -> list[tuple[Any, ...]]:
     _, words, normal = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     numpy_words = np.asarray(numpy["state"].pop("key", ()), "<u8")
     if not numpy["has_gauss"]:
         numpy["gauss"] = 0.0  # one that was drawn ahead and is used up stays in the state
-    device = _accelerator()
+    devices = accelerators(updater)
     return [
         (torch.get_rng_state().numpy(),),
         (np.array(words, "<u4"), repr(normal).encode()),
         (numpy_words, repr(numpy).encode()),
-        (b"" if device is None else device.get_rng_state().cpu().numpy(),),
+        *([(_call("get_rng_state", device).cpu().numpy(),) for device in devices] or [(b"",)]),
     ]

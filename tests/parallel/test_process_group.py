@@ -4,8 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchanges import broadcast_one, count_groups, exchange, exchange_in_a_group
+from torch import nn
 
+from chainring.datasets import TupleDataset
+from chainring.iterators import SerialIterator
 from chainring.parallel import create_communicator
+from chainring.training import StandardUpdater
 from rank_pair import on_two_ranks
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -141,3 +145,36 @@ def test_an_error_reaches_all_in_a_process_group_that_the_script_has_made():
     assert (name, is_told) == ("RankFailed", True)
     assert "rank 1 has failed" in text
     assert failed[0] == "ValueError"
+
+
+def update_of_ddp(comm, has_ids):
+    torch.manual_seed(0)
+    net = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    if has_ids:
+        net.device_ids = [0]  # which a model on the CPU may not be given, and on "cuda" is; the forward is the same
+    data = TupleDataset(torch.randn(16, 4), torch.randint(3, (16,)))
+    updater = StandardUpdater(
+        SerialIterator(data, 8, seed=1),
+        torch.optim.SGD(net.parameters(), 0.1),
+        net,
+        loss_func=lambda net, x, t: nn.functional.cross_entropy(net(x), t),
+        comm=comm,
+    )
+    updater.start()
+    updater.update()
+    return [parameter.tolist() for parameter in net.parameters()]
+
+
+def test_ddp_with_the_ids_of_a_device_trains_as_without():
+    """``DistributedDataParallel(model, device_ids=[rank])`` moves the first input of a forward, which so needs one."""
+    assert on_two_ranks(update_of_ddp, True) == on_two_ranks(update_of_ddp, False)
+
+
+def test_an_accelerator_for_which_pytorch_has_no_backend_is_refused(monkeypatch):
+    """A group of gloo alone would start, and fail in the first exchange."""
+    monkeypatch.setattr(dist.Backend, "default_device_backend_map", {"cpu": "gloo"})
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"no backend of torch\.distributed exchanges tensors on 'meta'"):
+        create_communicator("meta")

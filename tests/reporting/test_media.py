@@ -160,6 +160,17 @@ def test_values_that_are_not_finite_are_counted_apart():
     assert (sum(histogram.counts), histogram.edges[0], histogram.edges[-1]) == (2, 1.0, 2.0)
 
 
+@pytest.mark.parametrize("size", [1, 1000, (1 << 22) + 5])
+def test_a_histogram_of_a_device_is_that_of_the_host(size, device):
+    """Of values that are not finite too, though these are left out on the host and passed over on a device."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(3))
+    values[1::7] = math.inf
+    values[2::7] = math.nan
+    host, other = reported(report_histogram, values), reported(report_histogram, values.to(device))
+    assert (other.counts, other.edges, other.nan) == (host.counts, host.edges, host.nan)
+    assert other.sum == pytest.approx(host.sum)
+
+
 @pytest.mark.parametrize(
     ("values", "counts", "edges"),
     [([], (), ()), ([math.nan], (), ()), ([3.0, 3.0], (2,), (3.0, 3.0)), ([-1.7e308, 1.7e308], None, (-1.7e308, 1.7e308))],

@@ -53,7 +53,8 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
 
     The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``, ``srun``,
     ``mpirun``, ``accelerate launch``, Ray Train and submitit. Tensors on the CPU are exchanged by gloo, those on an
-    NVIDIA GPU by NCCL. An existing process group is used.
+    NVIDIA GPU by NCCL, those on another accelerator by the backend that PyTorch has for it. An existing process group is
+    used.
 
     With a ``mesh``, the ranks along it share the data, and ``rank`` and ``size`` are those of the data. All other ranks
     get the same rows and compute the model together, as in tensor parallelism.
@@ -82,8 +83,8 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
         RuntimeError: several processes were started, and an environment variable that they need is missing or wrong, or
             some of them do not connect.
         TypeError: ``mesh`` is not a ``DeviceMesh``.
-        ValueError: there is no such device, another rank uses it, the mesh does not contain every rank exactly once, or
-            ``timeout`` is not above 0.
+        ValueError: there is no such device, another rank uses it, PyTorch has no backend for it, the mesh does not contain
+            every rank exactly once, or ``timeout`` is not above 0.
     """
     global _groups_joined
     if timeout is not None and not is_number(timeout):
@@ -146,11 +147,16 @@ def _start(info: RankInfo, device: torch.device, timeout: float | None) -> Any:
     """Start the process group, and return the store through which the ranks have met."""
     rank, size = info.rank, info.size
     limit = TIMEOUT if timeout is None else timedelta(seconds=timeout)
-    is_cuda = device.type == "cuda"
+    is_cuda, backend = device.type == "cuda", dist.Backend.default_device_backend_map.get(device.type)
+    if backend is None:
+        raise ValueError(
+            f"no backend of torch.distributed exchanges tensors on {device.type!r}, the accelerator of this machine: import "
+            f'the package that registers one before create_communicator(), or give device="cpu"'
+        )
     store = meet(info, limit, str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "")
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=connect_timeout(size),
-        device_id=device if is_cuda else None,
+        "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}", store=store, rank=rank, world_size=size,
+        timeout=connect_timeout(size), device_id=device if is_cuda else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
     set_timeout(dist.group.WORLD, TIMEOUT)

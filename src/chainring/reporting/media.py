@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chainring._distributed.digests import read_together
 from chainring.reporting.reporter import current
 
 _BINS = 64
@@ -247,20 +248,42 @@ def _to_histogram(values: Any) -> Histogram:
         if values.is_complex():
             raise TypeError(f"a histogram is of real numbers, got {values.dtype}; take its absolute values or its parts")
         flat = values.detach().reshape(-1)
-        flat = flat if flat.is_floating_point() else flat.double()
-        nan, above, below = (int(test(flat).sum()) for test in (torch.isnan, torch.isposinf, torch.isneginf))
-        finite = flat[torch.isfinite(flat)] if nan + above + below else flat
-        if not len(finite):
-            return Histogram((), (), nan, above, below)
-        least, greatest = (value.item() for value in torch.aminmax(finite))
-        bins = _BINS if greatest / 2 > least / 2 else 1  # halves, because the width of all doubles overflows
-        span = greatest / 2 - least / 2
-        counts, total, squares = torch.zeros(bins, dtype=torch.int64, device=finite.device), 0.0, 0.0
-        for start in range(0, len(finite), _CHUNK):
-            chunk = finite[start : start + _CHUNK]
-            wide = chunk.double() if chunk.device.type != "mps" else chunk.float()  # which has no doubles
-            index = ((wide / 2 - least / 2) / (span or 1.0) * bins).long().clamp_(0, bins - 1)
-            counts += torch.bincount(index, minlength=bins)
-            total, squares = total + wide.sum().item(), squares + wide.square().sum().item()
-    edges = (2 * (least / 2 + span * (i / bins)) for i in range(1, bins))
-    return Histogram(tuple(counts.tolist()), (least, *edges, greatest), nan, above, below, total, squares)
+        return _count(flat if flat.is_floating_point() else flat.double())
+
+
+def _count(flat: Tensor) -> Histogram:
+    """Return the histogram of a vector of floats, by one read of its device."""
+    chunks, exact = (
+        torch.split(flat, _CHUNK),
+        torch.float64 if flat.device.type != "mps" else torch.float32,
+    )  # which has no doubles
+    counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=flat.device)  # the last of what is not finite
+    special = [test(flat).sum() for test in (torch.isnan, torch.isposinf, torch.isneginf)]
+    if flat.is_cpu:
+        chunks = torch.split(flat[torch.isfinite(flat)], _CHUNK) if any(special) else chunks
+    if not len(chunks[0]):
+        return Histogram((), (), *map(int, special))
+    least = torch.stack([torch.where(chunk.isfinite(), chunk, math.inf).min() for chunk in chunks]).min().to(exact)
+    greatest = torch.stack([torch.where(chunk.isfinite(), chunk, -math.inf).max() for chunk in chunks]).max().to(exact)
+    width = greatest / 2 - least / 2  # halves, because the width of all doubles overflows
+    width = torch.where(width > 0, width, 1)
+    numbers = [least, greatest]
+    for chunk in chunks:
+        is_finite = chunk.isfinite()
+        wide = torch.where(is_finite, chunk, 0).to(exact)
+        index = ((wide / 2 - least / 2) / width * _BINS).long().clamp_(0, _BINS - 1)
+        index = torch.where(is_finite, index, _BINS)
+        counts.index_add_(0, index, torch.ones_like(index))
+        numbers += [wide.sum(), wide.square().sum()]
+    bits = torch.stack(numbers).view(torch.int64 if exact is torch.float64 else torch.int32)
+    integers, bits_on_host = read_together([torch.cat([torch.stack(special), counts]), bits])
+    (nan, above, below, *bins), size = integers.tolist(), exact.itemsize
+    low, high, *sums = bits_on_host.astype(f"i{size}").view(f"f{size}").tolist()
+    if not any(bins[:_BINS]):
+        return Histogram((), (), nan, above, below)
+    span, total, squares = high / 2 - low / 2, 0.0, 0.0
+    bins = bins[: _BINS if span > 0 else 1]
+    for start in range(0, len(sums), 2):
+        total, squares = total + sums[start], squares + sums[start + 1]
+    edges = (2 * (low / 2 + span * (i / len(bins))) for i in range(1, len(bins)))
+    return Histogram(tuple(bins), (low, *edges, high), nan, above, below, total, squares)

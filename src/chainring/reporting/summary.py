@@ -249,15 +249,19 @@ def read(columns: Iterable[Column]) -> None:
         for column in columns
         if len(column.chunks) > 1 or any((t.dtype, t.device) != _ON_HOST for chunk in column.chunks for t in chunk)
     ]
-    waiting: defaultdict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = defaultdict(dict)
+    waiting: defaultdict[Any, dict[int, Tensor]] = defaultdict(dict)  # on MPS, which has no doubles, by dtype
     for column in unread:
         column.chunks = _merge(column.chunks)
         for chunk in column.chunks:
             for tensor in chunk:
-                waiting[tensor.dtype, tensor.device][id(tensor)] = tensor  # weights are those of many columns
+                kind = tensor.device, tensor.dtype if tensor.device.type == "mps" else None
+                waiting[kind][id(tensor)] = tensor  # weights are those of many columns
     on_host: dict[int, Tensor] = {}
     for tensors in waiting.values():  # by one copy
-        joined = torch.cat(list(tensors.values())).cpu().to(torch.float64)
+        vectors = list(tensors.values())
+        if len({vector.dtype for vector in vectors}) > 1:
+            vectors = [vector.to(torch.float64) for vector in vectors]
+        joined = torch.cat(vectors).cpu().to(torch.float64)
         on_host.update(zip(tensors, torch.split(joined, [len(tensor) for tensor in tensors.values()]), strict=True))
     for column in unread:
         column.chunks = _merge([(on_host[id(values)], on_host[id(weights)]) for values, weights in column.chunks])

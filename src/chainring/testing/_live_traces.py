@@ -34,7 +34,7 @@ _COMPUTED = ("loss", "gradient", "tensor", "generators")  # beside the modules, 
 
 def fingerprint(trainer: Trainer, batches: Iterable[Mapping[str, str]] = ()) -> Fingerprint:
     """Return the fingerprint of a trainer's present state and observation, and of described batches."""
-    generators, observation = _random.get_rng_state(), trainer.observation
+    generators, observation = _random.get_rng_state(trainer.updater), trainer.observation
     texts: Fingerprint = {
         "iterator": {
             f"updater/iterator:{name}/{counter}": repr(getattr(iterator, counter, None))
@@ -95,7 +95,8 @@ class Capture(Observer):
         tensors = {name: f"{value:016x}" for name, value in zip(digests.names, digests.read().tolist(), strict=True)}
         step = self.steps.setdefault(iteration, {})
         step["tensor"] = tensors if self._in_detail else {"": checksum(tensors)}
-        step["generators"] = {name: checksum(value) for name, value in _random.get_rng_state().items()}
+        generators = _random.get_rng_state(updater)
+        step["generators"] = {name: checksum(value) for name, value in generators.items()}
         step["settings"] = {}
         for name, optimizer in updater.get_all_optimizers().items():
             step["settings"] |= _describe_groups(name, optimizer)

@@ -107,7 +107,8 @@ def _append(task: Task, suffix: str, record: Any) -> None:
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:
-    generators = {name: checksum(state) for name, state in _random.get_rng_state().items()}
+    states = _random.get_rng_state(trainer.updater)
+    generators = {name: checksum(state) for name, state in states.items()}
     task.path("begin").write_text(json.dumps(generators))
     recording = _Recording(trainer, task)
     trainer.out = task.out

@@ -26,7 +26,7 @@ class Batches:
     """Tells the batches that the iterators of an updater return from others."""
 
     def __init__(self, updater: Updater) -> None:
-        self._named = updater.get_all_iterators()
+        self.updater, self._named = updater, updater.get_all_iterators()
         self._iterators = [iterator for iterator in self._named.values() if hasattr(iterator, "batch_end")]
         self._is_known = len(self._iterators) == len(self._named)
 

@@ -88,7 +88,7 @@ class Run:
             check_agreement(trainer)
             check_out(trainer.store, trainer.comm)
         if trainer.comm.world.size > trainer.comm.size and not trainer.is_resumed:
-            check_generators(trainer.comm)
+            check_generators(trainer)
         entries, state = [entry for entry in trainer.entries if entry.optional("autoload")], None
         if not trainer.is_replaying and (not trainer.is_resumed or self.loaded_state.gives_way):
             state = _newest_state(trainer, entries)
@@ -182,7 +182,7 @@ class Run:
         _call_before_training(trainer)
         loaded, rank = self.loaded_state, trainer.comm.rank
         if loaded.generators is not None:
-            _random.set_rng_state(loaded.generators)
+            _random.set_rng_state(loaded.generators, trainer.updater)
             loaded.generators = None
         elif loaded.exists:  # saved by fewer ranks
             _random.seed_all("rank", rank, trainer.updater.iteration)

@@ -285,6 +285,7 @@ def write_record(
         announce_change(kinds[kind][0] + name, old, new, kinds[kind][1])
     logs = [entry.extension for entry in trainer.entries if getattr(entry.extension, "is_postprocessed", False)]
     postprocessed = sorted(name for log in logs for name in log.writes)
+    generators = {} if earlier else _random.get_rng_state(trainer.updater)
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "iteration": trainer.updater.iteration,
@@ -293,7 +294,7 @@ def write_record(
         "argv": settings["argv"],
         "changed": changed | as_json(changes),
         **({"postprocessed": postprocessed} if postprocessed else {}),
-        **({} if earlier else {"generators": {name: checksum(state) for name, state in _random.get_rng_state().items()}}),
+        **({} if earlier else {"generators": {name: checksum(state) for name, state in generators.items()}}),
         **({} if rollback is None else {"rollback": rollback}),
     }
     record = {"format": _FORMAT, **settings, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}

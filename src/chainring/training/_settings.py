@@ -374,15 +374,16 @@ def check_out(store: Snapshots, comm: Communicator) -> None:
         )
 
 
-def check_generators(comm: Communicator) -> None:
+def check_generators(trainer: Trainer) -> None:
     """Let ranks that compute a model together begin with the same random numbers, which PyTorch's seed must have given them.
 
-    Those of Python and NumPy, which nobody may have seeded, and of the accelerator become those of the first of them.
+    Those of Python and NumPy, which nobody may have seeded, and of accelerators become those of the first of them.
 
     Raises:
         ValueError: PyTorch's generators differ; the same error on every rank.
     """
-    states = comm.world.gather_object((comm.rank, torch.initial_seed(), _random.get_rng_state()))
+    comm, updater = trainer.comm, trainer.updater
+    states = comm.world.gather_object((comm.rank, torch.initial_seed(), _random.get_rng_state(updater)))
     first: dict[int, tuple[int, int, Any]] = {}  # by the number of the data rank
     for number, (rank, seed, state) in enumerate(states):
         before, its_seed, its_state = first.setdefault(rank, (number, seed, state))
@@ -392,4 +393,4 @@ def check_generators(comm: Communicator) -> None:
                 f"rank {number} (its seed is {seed}) than on rank {before} ({its_seed}): call torch.manual_seed(seed) with "
                 "the same seed on all of them before the model is made, or again before trainer.run()"
             )
-    _random.set_rng_state(first[comm.rank][2])
+    _random.set_rng_state(first[comm.rank][2], updater)

@@ -434,7 +434,7 @@ class Trainer(Stateful):
 
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             visit_setting(serializer, "stop_trigger_setting", describe(self.stop_trigger, as_setting=True), "stop trigger")
-            generators = _visit_generators(serializer["generators"], self.comm, loaded.generators)
+            generators = _visit_generators(serializer["generators"], self, loaded.generators)
             observation = serializer["observation"]
             if isinstance(serializer, Deserializer):
                 self.reported = Reported({key: observation(key, None) for key in serializer["observation"].paths()})
@@ -458,12 +458,13 @@ class Trainer(Stateful):
                 run.carried.save(serializer, self)
 
 
-def _visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded: Any) -> Any:
+def _visit_generators(serializer: AbstractSerializer, trainer: Trainer, loaded: Any) -> Any:
     """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
 
     They are put back immediately before the first update, because a script may draw between load and run. Until then, the
     ``loaded`` ones are saved.
     """
+    comm = trainer.comm
     if isinstance(serializer, Deserializer):
         ranks = {path.partition("/")[0] for path in serializer.paths()}
         if comm.is_main and len(ranks) != comm.size:
@@ -471,7 +472,7 @@ def _visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded
             announce_change("number of ranks", len(ranks), comm.size, consequence)
         saved = {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
         return saved.get(str(comm.rank))
-    generators = loaded or _random.get_rng_state()
+    generators = loaded or _random.get_rng_state(trainer.updater)
     if serializer.comm.size == 1:
         serializer(str(comm.rank), generators)
     else:

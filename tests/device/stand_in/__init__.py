@@ -69,7 +69,7 @@ class counting:  # noqa: N801 - used as a statement
                 self._counts[kind], self._counts.bytes[kind] = number - before, size - size_before
 
     def _observe(self, kind: str, about: str, _: int) -> None:
-        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1))]
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe())]
         callers = [frame for frame in frames if not re.search(r"/torch/|/stand_in/", frame[0])]
         ours = [frame for frame in callers if "/chainring/" in frame[0]]
         file, line = [*ours, *callers, ("?", 0)][0]

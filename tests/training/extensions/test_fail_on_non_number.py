@@ -164,6 +164,24 @@ def test_the_update_can_be_repeated_bit_for_bit(tmp_path, policy, accumulate):
     assert fresh.iteration == 0
 
 
+def test_an_update_is_repeated_on_the_device_of_the_updater(tmp_path, device):
+    """The saved batch is on the host, and goes where the batches of the new updater are."""
+
+    def make():
+        torch.manual_seed(0)
+        net, iterator = Net(), SerialIterator(examples(), 4, shuffle=False)
+        return training.StandardUpdater(iterator, torch.optim.SGD(net.parameters(), 0.1), net, device=device)
+
+    trainer = training.Trainer(make(), (BAD, "iteration"), out=str(tmp_path))
+    trainer.extend(FailOnNonNumber("skip"))
+    trainer.run()
+    fresh = make()
+    FailOnNonNumber.replay(tmp_path / f"non_number_iter_{BAD}", fresh)
+    gradients = [parameter.grad for parameter in fresh.get_model("main").parameters()]
+    assert {gradient.device.type for gradient in gradients} == {device}
+    assert any(gradient.isnan().any() for gradient in gradients)
+
+
 def test_a_damaged_record_is_not_repeated(tmp_path):
     """Its bytes are verified as those of any snapshot."""
     trainer_of(tmp_path, "skip").run()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator
@@ -34,10 +34,11 @@ from chainring.training.updaters.standard import StandardUpdater
 class FailOnNonNumber(Extension):
     """Checks the loss and the gradients of every update for NaN and infinities, before the optimizer steps.
 
-    With ``"stop"`` and ``"rollback"`` the check is read one iteration later, so that the loop does not wait for it; a
-    snapshot waits for the check of its own iteration, so it never contains such an update. If the check fails, the run
-    returns to its newest snapshot and repeats the iterations up to that update. There ``"stop"`` ends the run, and
-    ``"rollback"`` skips that step and continues. If there is no snapshot, both end the run one iteration after the update.
+    With ``"stop"`` and ``"rollback"`` the check is read one iteration later, so that the loop does not wait for it: it runs
+    at most one iteration ahead of an accelerator. A snapshot waits for the check of its own iteration, so it never contains
+    such an update. If the check fails, the run returns to its newest snapshot and repeats the iterations up to that update.
+    There ``"stop"`` ends the run, and ``"rollback"`` skips that step and continues. If there is no snapshot, both end the
+    run one iteration after the update.
     ``"skip"`` waits for the check in every iteration, and skips each step whose loss or gradients are not finite.
 
     When a step of a `StandardUpdater` is skipped or ends the run, everything that is needed to repeat it is saved as
@@ -87,7 +88,7 @@ class FailOnNonNumber(Extension):
         if not self._is_checked_at_once(trainer):
             return
         if self._before is None:
-            self._before = {"generators": _random.get_rng_state()}
+            self._before = {"generators": _random.get_rng_state(trainer.updater)}
             for name, model in trainer.updater.get_all_models().items():
                 self._before |= {_key(name, path): copy_value(buffer) for path, buffer in unwrap(model).named_buffers()}
                 beside = DictionarySerializer()
@@ -128,7 +129,7 @@ class FailOnNonNumber(Extension):
                 on_device, is_bad = is_bad, torch.empty((), dtype=torch.bool, pin_memory=True)
                 is_bad.copy_(on_device, non_blocking=True)
                 event = torch.Event(on_device.device)
-                event.record()
+                event.record(torch.accelerator.current_stream(on_device.device))  # by default that of the current device
             self._pending.append((iteration, is_bad, event))
             return
         if not bool(is_bad):
@@ -225,8 +226,8 @@ class FailOnNonNumber(Extension):
 
         def replace_batch(context: UpdateContext) -> None:
             if len(batches) == len(state["batches"]):
-                _random.set_rng_state(state["generators"])
-            context.batch = batches.pop(0)
+                _random.set_rng_state(state["generators"], updater)
+            context.batch = _placed_like(batches.pop(0), context.batch)
 
         def end_replay(_: Optimizer, args: Any, kwargs: Any) -> None:
             if (closure := _closure_of(args, kwargs)) is not None:
@@ -276,6 +277,18 @@ def _has_non_number(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.bool)
     # The largest magnitude, which is NaN where there is one; unlike a sum of squares it cannot overflow.
     return ~torch.isfinite(torch.nn.utils.get_total_norm(dense, math.inf))
+
+
+def _placed_like(batch: Any, like: Any) -> Any:
+    """Return a batch with its tensors where those of another are; if that has others, on the device of its first one."""
+    devices = [leaf.device for leaf in tree_leaves(like) if isinstance(leaf, Tensor)]
+    leaves, structure = tree_flatten(batch)
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if len(devices) != len(tensors):
+        devices = devices[:1] * len(tensors)
+    for i, device in zip(tensors, devices, strict=False):
+        leaves[i] = leaves[i].to(device)
+    return tree_unflatten(leaves, structure)
 
 
 def _closure_of(args: Any, kwargs: Any) -> Any:

@@ -97,7 +97,7 @@ class Recorder(Extension):
                     f"extension {entry.name!r} writes {self._filename!r} too; give the Recorder another filename, or leave "
                     "one of them out"
                 )
-        self._not_drawn = self._not_drawn or _random.generator_digests()
+        self._not_drawn = self._not_drawn or _random.generator_digests(trainer.updater)
         self._batches = Batches(trainer.updater)
         self._batch_ends = self._batches.take()
         if trainer.comm.is_main:  # go on in the file that has the earlier iterations, or in a new one
@@ -142,7 +142,7 @@ class Recorder(Extension):
             self._keys = keys, sorted(losses, key=lambda key: (key != "main/loss", key))  # the recorded ones first
         assert self._batches is not None
         self._rows.append((self._batches.take(), {name: reported[name] for name in self._keys[1]}))
-        self._generators = 0 if iteration % ROWS else _random.digest_generators(self._not_drawn)
+        self._generators = 0 if iteration % ROWS else _random.digest_generators(self._not_drawn, trainer.updater)
 
     def __call__(self, trainer: Trainer) -> None:
         digests = StateDigests(trainer.updater, trainer.comm)
@@ -191,7 +191,7 @@ class Recorder(Extension):
     def _write_block(self) -> None:
         """Write the block that is not complete, as far as it has come."""
         if self._rows and self._last % ROWS:
-            self._generators = _random.digest_generators(self._not_drawn)
+            self._generators = _random.digest_generators(self._not_drawn, self._batches and self._batches.updater)
         block = self._read()
         self._file.append(b"" if block is None else block.encode(self._names), counts=False)
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from chainring._checks import find_call_error, is_integer
 from chainring._distributed.sharding import fsdp_modules, is_sharded, reshard
 from chainring._naming import parameter_names
 from chainring.iterators.loader import as_iterator
-from chainring.training.updaters.callbacks import UpdateCallbacks
+from chainring.training.updaters.callbacks import UpdateCallbacks, list_parameters
 
 Loss = Tensor | Mapping[str, Any]
 """What a model or a loss function returns: the loss, or a mapping that has ``"loss"``."""
@@ -87,6 +88,52 @@ def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, O
                 "a list: model={'main': ..., 'loose': torch.nn.ParameterList([parameter])}"
             )
     return optimizers
+
+
+def move(models: Iterable[nn.Module], device: torch.device | None, optimizers: Iterable[Optimizer]) -> None:
+    """Move models with what optimizers have made for their parameters, which stay the objects that the optimizers hold.
+
+    Raises:
+        ValueError: a model has new parameters there, and the optimizers the old ones.
+    """
+    if device is None:
+        return
+    origins = {id(parameter): parameter.device for model in models for parameter in model.parameters()}
+    probe, swaps = nn.ParameterList([torch.ones(1, device="cpu")]), torch.__future__.get_swap_module_params_on_conversion()
+    given, error = probe[0], None
+    # For a device outside of PyTorch, or by a setting of torch.__future__, PyTorch makes new parameters, unless it swaps.
+    torch.__future__.set_swap_module_params_on_conversion(swaps or probe.to(device)[0] is not given)
+    try:
+        for model in models:
+            model.to(device)
+    except RuntimeError as reason:
+        if "swap" not in str(reason):
+            raise
+        error = reason
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    there = {id(parameter) for model in models for parameter in model.parameters()}
+    if error is not None or any(id(p) in origins and id(p) not in there for p in list_parameters(optimizers)):
+        raise ValueError(
+            f"on {str(device)!r} the model has new parameters, and its optimizer would train the old ones; move the model "
+            f"before its optimizer is made, by model.to({str(device)!r})"
+        ) from error
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in optimizer.state and parameter.device != origins.get(id(parameter), parameter.device):
+                    _move_state(optimizer, group, parameter, origins[id(parameter)])
+
+
+def _move_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, origin: torch.device) -> None:
+    """Let what an optimizer has for a parameter follow it; counts of steps stay on the host where PyTorch has them there."""
+    are_counts_there = group.get("capturable") or group.get("fused")
+
+    def follow(tensor: Tensor) -> Tensor:
+        follows = tensor.device == origin and (tensor.ndim or are_counts_there)
+        return tensor.to(parameter.device) if follows else tensor
+
+    optimizer.state[parameter] = tree_map_only(Tensor, follow, optimizer.state[parameter])
 
 
 def as_iterators(given: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Compiled:
     """
 
     def __init__(self, scheme: Scheme) -> None:
-        self._scheme = scheme
+        self._scheme = proxy(scheme)
         model, self._loss_func = scheme.models["main"], scheme.updater.loss_func
         loss_func = self._loss_func
         forward = model if loss_func is None else partial(loss_func, model)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ class WeightedMean:
     """
 
     def __init__(self, scheme: Scheme, comm: Communicator | None, exchanged: Set[int], sends: bool) -> None:
-        self._scheme, self._comm, self._exchanged = scheme, comm, exchanged
+        self._scheme, self._comm, self._exchanged = proxy(scheme), comm, exchanged
         self.sends = sends  # gradients while the backward runs: nothing but the last backward of an update adds to them
 
     @property
@@ -106,9 +108,9 @@ class WeightedMean:
             gradient = parameter.grad
             parameter.grad = torch.zeros_like(parameter) if gradient is None else placed_like(gradient, parameter)
         options: dict[str, Any] = {"dtype": torch.float64, "device": list_parameters(optimizers)[0].device}
-        sums = torch.cat(
-            [torch.stack([torch.as_tensor(weight, **options) for weight in weights]), torch.tensor(touched, **options)]
-        )
+        # A number is filled in on the device: to copy it there would wait until all that came before is computed.
+        counts = torch.ones(len(touched), **options) if all(touched) else torch.tensor(touched, **options)
+        sums = torch.cat([fill(weights, **options), counts])
         if isinstance(comm, GroupCommunicator):
             sums = total.finish(sums)
         else:  # a communicator of the user's, which cannot start sums: all at once
@@ -222,6 +224,17 @@ class RankSum(BucketedSum):
                 else:
                     gradient.copy_(values.view_as(gradient))
         return numbers[:-1] if is_joint else numbers
+
+
+def fill(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers, and tensors of one element, as one vector on a device, without waiting for what it computes."""
+    pieces = []
+    for number, equal in groupby(numbers, lambda n: None if isinstance(n, Tensor) and n.device == device else float(n)):
+        if number is None:
+            pieces.append(torch.stack([tensor.detach().reshape(()).to(dtype) for tensor in equal]))
+        else:
+            pieces.append(torch.full((len(list(equal)),), number, dtype=dtype, device=device))
+    return torch.cat(pieces)
 
 
 def list_trained(optimizers: Iterable[Optimizer]) -> list[Tensor]:

@@ -89,7 +89,8 @@ class WrappedModules:
                 broadcasts, module.broadcast_buffers = module.broadcast_buffers, False
                 try:
                     for _ in range(2):
-                        loss: Tensor = module.forward()  # type: ignore[no-untyped-call]
+                        # With an input, since DDP with device_ids takes the first of those that it has moved.
+                        loss: Tensor = module.forward(None)  # type: ignore[no-untyped-call]
                         loss.backward()  # type: ignore[no-untyped-call]
                 finally:
                     module.module, module.broadcast_buffers = wrapped, broadcasts
@@ -141,7 +142,7 @@ class _Surrogate(nn.Module):
         self.training = model.training
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def forward(self) -> Tensor:
+    def forward(self, _: None) -> Tensor:
         return torch.stack([parameter.sum() * 0 for parameter in self._trained]).sum()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from chainring.reporting._metrics import is_metric, list_metrics, uncounted
 from chainring.reporting.reporter import current, current_observation, report, report_scope
 from chainring.reporting.summary import is_scalar, select_scalars, weighted_mean, weighted_means
 from chainring.training.updaters._arguments import NO_FP16, check_call
-from chainring.training.updaters._means import only_gradients_of, stash
+from chainring.training.updaters._means import fill, only_gradients_of, stash
 from chainring.training.updaters._ranks import check_same, list_buffers
 from chainring.training.updaters.callbacks import UpdateContext, list_parameters, run
 
@@ -40,7 +40,7 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_AUTOCAST: AbstractContextManager[Any] = nullcontext()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Scheme:
     """The objects of an updater, and how it computes its updates, which follows from its settings."""
 
@@ -128,7 +128,7 @@ class Update:
 
     def run(self) -> Any:
         """Accumulate micro-batches, fewer if the data end after some, and return the weight of the update."""
-        scheme, updater = self.scheme, self.scheme.updater
+        scheme, updater = self.scheme, cast("StandardUpdater", self.context.updater)
         outer = current_observation()
         observed: list[dict[str, Any]] = []
         pinned: dict[str, Any] = {}  # keys of values with a weight of their own
@@ -445,10 +445,10 @@ class ClosureStep:
             return loss
         device = list_parameters([self._optimizer])[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        numbers = [(torch.as_tensor(value, dtype=dtype, device=device).detach().reshape(()), w) for value, w in losses]
-        mean, weight = weighted_mean(numbers)
+        values = fill([loss for loss, _ in losses], dtype=dtype, device=device).unbind()
+        mean, weight = weighted_mean(list(zip(values, [weight for _, weight in losses], strict=True)))
         if comm.size > 1:
-            sums = torch.stack([mean * weight, torch.as_tensor(weight, dtype=dtype, device=device)])
+            sums = fill([mean * weight, weight], dtype=dtype, device=device)
             comm.all_reduce([sums], average=False)
             mean = sums[0] / sums[1]
         return mean.to(loss.dtype) if isinstance(loss, Tensor) else mean

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class VirtualRanks:
     """
 
     def __init__(self, scheme: Scheme, count: int, may_continue: bool) -> None:
-        self.scheme, self.comm = scheme, scheme.updater.comm
+        self.scheme, self.comm = proxy(scheme), scheme.updater.comm
         self.count, self.block = count, block_of(self.comm.rank, self.comm.size, count)  # of all ranks, and of this one
         self.seed: int | None = None
         self.may_continue = may_continue  # an update_core may continue after a step
@@ -127,7 +128,7 @@ class VirtualUpdate:
         self._parts: list[Part] = []
         epochs = self._positions.get("main", (0, 0))
         for number, index in numbers:
-            counts, context = number < ranks.count, UpdateContext(self._scheme.updater, self._scheme.updater.iteration, 0)
+            counts, context = number < ranks.count, UpdateContext(update.context.updater, update.context.iteration, 0)
             part = Part(self, number, index, counts, Update(self._scheme, context, update.epoch), has_rows=counts)
             part.update.part, part.reported = part, part.observation
             part.epoch, part.epoch_detail = epochs

@@ -36,6 +36,7 @@ from chainring.reporting.summary import is_scalar
 from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import own_states
 from chainring.training.updaters._arguments import NO_VIRTUAL_RANKS, needs_closure
+from chainring.training.updaters._means import fill
 
 if TYPE_CHECKING:
     from chainring.training.updaters._update import Scheme
@@ -437,7 +438,8 @@ class Agreement:
             pairs = [_weighted(part.observation.get(key), part.weight) or (0, 0) for key in keys]
             sums = [part.weight, part.rows, *(part.steps[-1][1] if at_step else ())]
             numbers = [*sums, *(value for value, _ in pairs), *(weight for _, weight in pairs)]
-            vector = self._stack([is_new, *(numbers if part.rows else [0] * len(numbers))])
+            numbers = [is_new, *(numbers if part.rows else [0] * len(numbers))]
+            vector = fill(numbers, dtype=self._dtype, device=self._device)
             start = 1 + len(sums)
             values, weights = vector[start : start + len(keys)], vector[start + len(keys) :]
             values.copy_(torch.where(weights == 0, 0, values * weights))  # also of a value that is not finite
@@ -452,15 +454,6 @@ class Agreement:
             return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new, totals)
 
         return finish
-
-    def _stack(self, numbers: Sequence[Any]) -> Tensor:
-        """Return numbers and tensors as one vector, without reading a tensor from its device."""
-        values = [0 if isinstance(number, Tensor) else number for number in numbers]
-        vector = torch.tensor(values, dtype=self._dtype).to(self._device)
-        for index, number in enumerate(numbers):
-            if isinstance(number, Tensor):
-                vector[index] = number.detach()
-        return vector
 
 
 def list_keys(parts: Sequence[Part]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from chainring.datasets._batches import Uncounted, count_examples, require_count
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
 from chainring.serializers.protocol import AbstractSerializer, visit_setting
-from chainring.training.updaters._arguments import Loss, check_default_update, check_loss, check_models
+from chainring.training.updaters._arguments import Loss, check_default_update, check_loss, check_models, move
 from chainring.training.updaters._update import compute_loss
 from chainring.training.updaters.callbacks import run
 from chainring.training.updaters.standard import StandardUpdater
@@ -97,10 +97,11 @@ class ParallelUpdater(StandardUpdater):
             replica = main if name == "main" else _copy(main) if models is None else models[name]
             _check_structure(main, replica, name)
             device = _device_of(replica) if devices is None else as_device(devices[name])
-            if devices is not None and device is not None:
-                replica.to(device)
+            if devices is not None:
+                move([replica], device, self._scheme.optimizers.values())
             self._replicas.append(_Replica(replica, device))
         self.device = self._replicas[0].device
+        self.replica_devices = [_device_of(replica.model) for replica in self._replicas]
         self._reporter_with_replicas: Reporter | None = None
 
     def update_core(self) -> None:

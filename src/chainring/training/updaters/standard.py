@@ -9,6 +9,7 @@ from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
+from weakref import proxy
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,6 +38,7 @@ from chainring.training.updaters._arguments import (
     check_models,
     check_optimizers,
     check_settings,
+    move,
     needs_closure,
 )
 from chainring.training.updaters._carried import check_carried
@@ -215,10 +217,10 @@ class StandardUpdater(Updater):
                 if virtual_ranks is not None:
                     source.use_virtual_ranks(virtual_ranks)
                 source.check_share(self.comm.size)
-        for module in models.values() if self.device is not None else ():
-            module.to(self.device)
+        move(models.values(), self.device, optimizers.values())
+        # What refers back does so weakly, so that the memory of a device is free as soon as an updater is deleted.
         self._scheme = Scheme(
-            updater=self,
+            updater=proxy(self),
             iterators=iterators,
             epochs=iterators.get("main", _NO_EPOCHS),
             models=models,
@@ -229,7 +231,7 @@ class StandardUpdater(Updater):
         )
         self._complete_scheme(communicates=comm is not None)
         self.weight = 0
-        self._scheme.update = self._scheme.idle = Update(self._scheme, UpdateContext(self, 0, 0))
+        self._scheme.update = self._scheme.idle = Update(proxy(self._scheme), UpdateContext(proxy(self), 0, 0))
 
     def _change_setting(self, name: str, value: Any) -> None:
         """Let a setting hold from the next update on."""
