@@ -51,7 +51,8 @@ compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of
 	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
 
 device: install  ## tests on an accelerator that is not there, which is compiled first; needs g++
-	$(BIN)/python tests/device/run.py tests/device tests/gpu
+	$(BIN)/python tests/device/run.py tests/device tests/gpu tests/training/updaters/test_moved_models.py \
+	  tests/training/extensions/test_fail_on_non_number.py tests/reporting/test_media.py
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, faults, ranks, speed
 	$(MAKE) --jobs 2 --output-sync=target wheel lint browser $(VENV)/.chainer $(VENV)/.libraries
