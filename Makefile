@@ -50,9 +50,13 @@ TORCH ?= 2.6 2.9 newest
 compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of their own (20 GB), and their table
 	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
 
+ON_DEVICE := --numprocesses 2 --dist loadfile tests/device tests/gpu tests/training/test_everything_resumes.py \
+	tests/training/updaters tests/training/extensions tests/reporting/test_media.py \
+	--ignore tests/training/updaters/test_compiled_update.py
+
 device: install  ## tests on an accelerator that is not there, which is compiled first; needs g++
-	$(BIN)/python tests/device/run.py tests/device tests/gpu tests/training/updaters/test_moved_models.py \
-	  tests/training/extensions/test_fail_on_non_number.py tests/reporting/test_media.py
+	$(BIN)/python tests/device/run.py $(ON_DEVICE)
+	$(BIN)/python tests/device/run.py --device standin tests/device/test_stand_in.py
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, faults, ranks, speed
 	$(MAKE) --jobs 2 --output-sync=target wheel lint browser $(VENV)/.chainer $(VENV)/.libraries

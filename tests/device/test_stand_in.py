@@ -9,14 +9,16 @@ import pytest
 import stand_in
 import torch
 from safetensors import safe_open
-from stand_in import counting, native
+from stand_in import NAME, counting, native
 from torch import nn
 
 from chainring import datasets, iterators, training
-from chainring.converters import concat_examples, to_device
+from chainring.converters import concat_examples
 from chainring.nn import Classifier
 from chainring.training import extensions
 from chainring.training.extensions.fail_on_non_number import NonNumberError
+
+accelerator = torch.get_device_module(NAME)
 
 
 def fails(program):
@@ -30,7 +32,7 @@ def test_a_host_that_follows_a_pointer_of_the_device_is_ended():
     """By SIGSEGV, and the lines of Python are written."""
     status, said = fails(
         "import faulthandler, ctypes, torch; faulthandler.enable()\n"
-        "ctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)"
+        f"ctypes.string_at(torch.ones(4, device={NAME!r}).data_ptr(), 4)"
     )
     assert status == -signal.SIGSEGV
     assert 'File "<string>", line 2' in said
@@ -43,9 +45,9 @@ def test_new_memory_has_no_numbers(device):
 
 def test_memory_ends_at_a_given_byte(device):
     """The error is torch's; memory that was given back is used again before it is raised."""
-    torch.cuda.empty_cache()
+    accelerator.empty_cache()
     kept = torch.empty(1024, dtype=torch.uint8, device=device)
-    native.set_capacity(0, torch.cuda.memory_allocated() + 4096)
+    native.set_capacity(0, accelerator.memory_allocated() + 4096)
     del (third := [torch.empty(2048, dtype=torch.uint8, device=device)])[:]
     fits = torch.empty(4096, dtype=torch.uint8, device=device)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
@@ -55,12 +57,12 @@ def test_memory_ends_at_a_given_byte(device):
 
 
 def test_bytes_that_are_alive_are_counted_and_their_most(device):
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = accelerator.memory_allocated()
+    accelerator.reset_peak_memory_stats()
     kept, gone = (torch.empty(512 * rows, dtype=torch.uint8, device=device) for rows in (2, 5))
     del gone
-    assert torch.cuda.memory_allocated() - before == kept.nbytes
-    assert torch.cuda.max_memory_allocated() - before == 7 * 512
+    assert accelerator.memory_allocated() - before == kept.nbytes
+    assert accelerator.max_memory_allocated() - before == 7 * 512
 
 
 def test_copies_and_waits_are_counted_with_their_bytes_and_lines(device):
@@ -72,12 +74,12 @@ def test_copies_and_waits_are_counted_with_their_bytes_and_lines(device):
         there.copy_(torch.zeros(8), non_blocking=True)
         back = there.cpu()
         pinned.copy_(there, non_blocking=True)
-        elsewhere = there.to("cuda:1")
+        elsewhere = there.to(f"{NAME}:1")
         there.sum().item()
         there.nonzero()
-        torch.cuda.synchronize()
-        torch.cuda.current_stream().synchronize()
-        event = torch.cuda.Event()
+        accelerator.synchronize()
+        accelerator.current_stream().synchronize()
+        event = accelerator.Event()
         event.record()
         event.synchronize()
     assert back.device.type == "cpu"
@@ -101,17 +103,17 @@ def test_what_waits_raises_if_it_is_asked_to(device):
 
 
 def test_numbers_of_the_host_and_of_two_devices_are_not_mixed():
-    for other in (torch.ones(3), torch.ones(3, device="cuda:1")):
+    for other in (torch.ones(3), torch.ones(3, device=f"{NAME}:1")):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            torch.ones(3, device="cuda:0") + other
-    assert (torch.ones(3, device="cuda") + torch.tensor(1.0)).device.type == "cuda"
+            torch.ones(3, device=f"{NAME}:0") + other
+    assert (torch.ones(3, device=NAME) + torch.tensor(1.0)).device.type == NAME
 
 
 def test_a_generator_has_a_state_and_the_cpu_keeps_its_own(device):
     """Dropout, which takes no generator, draws from it too; each device has one."""
     torch.manual_seed(3)
     host = torch.get_rng_state()
-    state, elsewhere = torch.cuda.get_rng_state(), torch.cuda.get_rng_state(1)
+    state, elsewhere = accelerator.get_rng_state(), accelerator.get_rng_state(1)
 
     def draw():
         x = torch.ones(100, device=device)
@@ -119,13 +121,20 @@ def test_a_generator_has_a_state_and_the_cpu_keeps_its_own(device):
 
     first = draw()
     assert draw() != first
-    torch.cuda.set_rng_state(state)
+    accelerator.set_rng_state(state)
     assert draw() == first
     assert torch.equal(torch.get_rng_state(), host)
-    assert torch.equal(torch.cuda.get_rng_state(1), elsewhere)
+    assert torch.equal(accelerator.get_rng_state(1), elsewhere)
     assert first[0] != torch.randn(5).tolist()
     ours = torch.Generator(device).manual_seed(1)
     assert torch.randn(3, device=device, generator=ours).tolist() != torch.randn(3, device=device, generator=ours).tolist()
+
+
+def test_a_seed_that_is_set_before_the_device_is_used_is_that_of_its_generator():
+    program = f"import torch; torch.manual_seed(5); print(torch.randn(3, device={NAME!r}).tolist())"
+    drawn = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    torch.manual_seed(5)
+    assert drawn.strip() == str(torch.randn(3, device=NAME).tolist())
 
 
 def test_a_forked_child_cannot_use_the_device(device):
@@ -151,11 +160,11 @@ def test_a_forked_child_cannot_use_the_device(device):
 def test_a_race_is_found_in_either_order(device, side_first, ordered):
     """Of a write and a read by two streams, unless one waits for the other; it does not matter which is done first here."""
     native.set_races_raise(False)
-    shared, side, main = torch.zeros(4, device=device), torch.cuda.Stream(), torch.cuda.current_stream()
+    shared, side, main = torch.zeros(4, device=device), accelerator.Stream(), accelerator.current_stream()
     side.wait_stream(main)
 
     def read():
-        with torch.cuda.stream(side):
+        with accelerator.stream(side):
             shared + 1
 
     steps = [(side, read), (main, lambda: shared.fill_(1))]
@@ -171,7 +180,7 @@ def test_a_copy_to_pinned_memory_arrives_when_it_is_waited_for(device):
     pinned = torch.zeros(4, dtype=torch.uint8).pin_memory()
     pinned.copy_(torch.ones(4, dtype=torch.uint8, device=device), non_blocking=True)
     assert pinned.tolist() == [0xAB] * 4
-    torch.cuda.synchronize()
+    accelerator.synchronize()
     assert pinned.tolist() == [1] * 4
 
 
@@ -181,7 +190,7 @@ def test_pinned_memory_is_not_changed_while_it_is_copied(device, waits):
     pinned = torch.zeros(4).pin_memory()
     there = pinned.to(device, non_blocking=True)
     if waits:
-        torch.cuda.synchronize()
+        accelerator.synchronize()
     pinned.fill_(1)
     assert bool(native.take_races()) is not waits
     assert there.tolist() == [0] * 4
@@ -191,9 +200,9 @@ def test_memory_that_another_stream_uses_is_allocated_again_after_record_stream_
     """Without it, the next tensor in its place is a race."""
     native.set_races_raise(False)
     for recorded in (False, True):
-        side, first = torch.cuda.Stream(), torch.zeros(300_000, device=device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        side, first = accelerator.Stream(), torch.zeros(300_000, device=device)
+        side.wait_stream(accelerator.current_stream())
+        with accelerator.stream(side):
             first + 1
         if recorded:
             first.record_stream(side)
@@ -230,19 +239,19 @@ class Prefetcher(iterators.SerialIterator):
 
     def __init__(self, without=None):
         super().__init__(DIGITS, 100, seed=1)
-        self.stream, self.without = torch.cuda.Stream(), without
-        self.rows = torch.zeros(100, 64, device="cuda")
+        self.stream, self.without = accelerator.Stream(), without
+        self.rows = torch.zeros(100, 64, device=NAME)
 
     def __next__(self):
         x, t = concat_examples(super().__next__())
         if self.without != "the copy's":
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+            self.stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(self.stream):
             self.rows.copy_(x.pin_memory(), non_blocking=True)
-            t = t.pin_memory().to("cuda", non_blocking=True)
-        t.record_stream(torch.cuda.current_stream())
+            t = t.pin_memory().to(NAME, non_blocking=True)
+        t.record_stream(accelerator.current_stream())
         if self.without != "the update's":
-            torch.cuda.current_stream().wait_stream(self.stream)
+            accelerator.current_stream().wait_stream(self.stream)
         return self.rows, t
 
 
@@ -250,7 +259,7 @@ def train(out, source, converter=lambda batch, device: batch, length=12):
     """Some updates, with what copies and reads beside them; the last snapshot is at the sixth."""
     model = Classifier(nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Dropout(0.3), nn.Linear(50, 10)))
     optimizer = torch.optim.Adam(model.parameters())
-    updater = training.StandardUpdater(source, optimizer, model, device="cuda", converter=converter)
+    updater = training.StandardUpdater(source, optimizer, model, device=NAME, converter=converter)
     trainer = training.Trainer(updater, (length, "iteration"), out=str(out))
     trainer.extend(extensions.LogReport(trigger=(5, "iteration")))
     trainer.extend(extensions.FailOnNonNumber())
@@ -298,7 +307,7 @@ def test_a_pinned_batch_that_is_overwritten_too_early_is_noticed(tmp_path):
 
     def convert(batch, device):
         x, t = concat_examples(batch)
-        return to_device(device, (kept.copy_(x), t))
+        return kept.copy_(x).to(NAME, non_blocking=True), t.to(NAME, non_blocking=True)
 
     train(tmp_path, iterators.SerialIterator(DIGITS, 100), convert)
     assert any("pinned" in race for race in native.take_races())

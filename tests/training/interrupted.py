@@ -170,7 +170,7 @@ def frozen(value):
     """A copy to be compared bit for bit: NaN equals itself, and 0.0 is not -0.0."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().reshape(-1)
-        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).cpu().numpy().tobytes()
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, dict):

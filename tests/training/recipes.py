@@ -57,7 +57,7 @@ def rows_of(trainer):
 def exact(value):
     """A value in a form in which ``==`` compares every bit."""
     if isinstance(value, torch.Tensor):
-        value = value.detach().numpy()
+        value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, Mapping):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import forked
 from chainring import _random, datasets, iterators, training
 from chainring.nn import Classifier
 from chainring.training import UpdateCallbacks, clip_grad_norm
@@ -142,3 +143,49 @@ def test_a_recorder_reads_once_in_32_iterations(tmp_path):
     reads = {iteration: later - earlier for iteration, (earlier, later) in enumerate(itertools.pairwise(counts), start=2)}
     assert [iteration for iteration, number in reads.items() if number and iteration % 32] == [33, 65, 97, 129, 161, 193]
     assert {number for iteration, number in reads.items() if iteration % 32 == 0} == {on_host}
+
+
+# Tensors without numbers: whoever asks for one gets an error of PyTorch.
+FAKE = """
+import os, sys
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+_setup_privateuseone_for_python_backend("numberless")
+torch.numberless.is_initialized = lambda: False  # it has no generator
+from chainring import converters, datasets, iterators, training
+from chainring.nn import Classifier
+from chainring.training import extensions
+
+data = datasets.TupleDataset(torch.zeros(64, 8).numpy(), torch.zeros(64, dtype=torch.int64).numpy())
+mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def convert(batch, device):
+    with mode:
+        return converters.concat_examples(batch, "numberless")
+
+
+with mode, torch.device("numberless"):
+    model = Classifier(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3)))
+optimizer = torch.optim.Adam(model.parameters())
+updater = training.StandardUpdater(iterators.SerialIterator(data, 8), optimizer, model, converter=convert)
+trainer = training.Trainer(updater, (3, "iteration"), sys.argv[1])
+trainer.extend(extensions.LogReport(trigger=(100, "iteration")))
+trainer.extend(extensions.ProgressBar(out=open(os.devnull, "w")))
+trainer.extend(extensions.observe_lr(), trigger=(1, "iteration"))
+if sys.argv[2:]:
+    trainer.extend(lambda trainer: float(trainer.observation["main/loss"]), trigger=(1, "iteration"), name="reads")
+trainer.run()
+print(updater.iteration, next(model.parameters()).device)
+"""
+
+
+def test_iterations_run_on_a_device_that_has_no_numbers(tmp_path):
+    """What would be read cannot be: the accelerator's tensors have shapes alone."""
+    done = forked.run(["-c", FAKE, str(tmp_path)])
+    assert done.stdout.strip() == "3 numberless:0", done.stderr
+    done = forked.run(["-c", FAKE, str(tmp_path / "reads"), "reads"])
+    assert done.returncode != 0
+    assert "DataDependentOutputException" in done.stderr

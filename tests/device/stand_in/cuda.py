@@ -7,14 +7,15 @@ import torch
 from stand_in import collectives, interface, native
 
 # Torch's own functions of these names work, and wait with a seed until the device is used.
-KEPT = {name for name in torch.cuda.random.__all__ if hasattr(torch.cuda.random, name)}
+KEPT = {*torch.cuda.random.__all__, "is_initialized"}
 
 
 def lazy_init() -> None:
     native.open()
     if not torch.cuda._initialized:
         torch.cuda._initialized = True
-        for call, _ in torch.cuda._queued_calls:
+        seeds = filter(None, torch.cuda._lazy_seed_tracker.get_calls())
+        for call, _ in (*torch.cuda._queued_calls, *seeds):
             call()
 
 
