@@ -58,10 +58,11 @@ device: install  ## tests on an accelerator that is not there, which is compiled
 	$(BIN)/python tests/device/run.py $(ON_DEVICE)
 	$(BIN)/python tests/device/run.py --device standin tests/device/test_stand_in.py
 
-check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, faults, ranks, speed
+check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, a device, faults, ranks, speed
 	$(MAKE) --jobs 2 --output-sync=target wheel lint browser $(VENV)/.chainer $(VENV)/.libraries
 	$(MIGRATION) --numprocesses 3 --no-loadscope-reorder $(LONG) tests/migration  # a third, since most of them wait
 	$(LIBRARIES)
+	$(MAKE) device
 	$(MAKE) --jobs 2 --output-sync=target .faults .ranks
 	$(BIN)/python benchmarks/gate.py
 
