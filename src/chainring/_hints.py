@@ -187,7 +187,6 @@ ERRORS = {  # of PyTorch, by what is found in their text
         "StandardUpdater(device=) moves model and batches, Evaluator(device=) its batches; make new tensors on x.device; "
         "after a model.to() of yours, make an optimizer that has its state at once, such as Adagrad"
     ),
-    r"out of memory": 'a smaller batch with accumulate=k, or precision="bf16", takes less memory',
     r"backward through the graph a second time": "a value that one batch leaves to the next needs detach()",
     r"modified by an inplace operation": "torch.autograd.set_detect_anomaly(True) shows the operation of the forward",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -66,18 +66,28 @@ def uncounted(
 @contextmanager
 def restored(metrics: Iterable[Any], but: Collection[str] = ()) -> Generator[None]:
     """Put metrics back as they were at the end of the context, except for some of their attributes."""
+    put_back = remember(metrics, but)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def remember(metrics: Iterable[Any], but: Collection[str] = ()) -> Callable[[], None]:
+    """Return a function that puts metrics back as they are now, except for some of their attributes; call it once."""
     counting = {id(metric): metric for metric in metrics if hasattr(metric, "__dict__")}.values()
     states = [
         copy.deepcopy({name: value for name, value in vars(metric).items() if name not in but}, {id(metric): metric})
         for metric in counting
     ]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for metric, state in zip(counting, states, strict=True):
             for name in vars(metric).keys() - state.keys() - set(but):
                 del vars(metric)[name]
             vars(metric).update(state)
+
+    return put_back
 
 
 def _metric_attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:

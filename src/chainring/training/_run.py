@@ -42,6 +42,7 @@ from chainring.training._run_directory import RECORD, RunDirectory, read_record,
 from chainring.training._settings import check_agreement, check_generators, check_out
 from chainring.training.triggers.base import IntervalTrigger, describe
 from chainring.training.updaters._carried import Carried
+from chainring.training.updaters._memory import explain_out_of_memory, is_out_of_memory
 
 if TYPE_CHECKING:
     from chainring._places.remote import RemotePlace
@@ -110,7 +111,9 @@ class Run:
         reason = error if otherwise is None else otherwise
         reason.__suppress_context__ |= reason is not error  # the RollBack says the same
         reason.add_note(f"raised {_position(trainer)}")
-        if (hint := find_hint(reason)) is not None:
+        if is_out_of_memory(reason):
+            reason.add_note(explain_out_of_memory(trainer.updater, trainer.extension_name))
+        elif (hint := find_hint(reason)) is not None:
             reason.add_note(hint)
         failure: BaseException = trainer.comm.failed(reason)
         return failure

@@ -27,7 +27,7 @@ from chainring.serializers.protocol import DictionaryDeserializer, DictionarySer
 from chainring.training._entry import RollBack
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
-from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, undo_if_computed_again
 from chainring.training.updaters.standard import StandardUpdater
 
 
@@ -96,6 +96,7 @@ class FailOnNonNumber(Extension):
                     part.serialize(beside[path])
                 self._before[f"own state of {name}"] = beside.target
         self._batches.append(context.batch)
+        undo_if_computed_again(self._batches.pop)
 
     def _before_step(self, trainer: Trainer, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Check a step before it, or, if it is done by a closure, in the first call of that."""

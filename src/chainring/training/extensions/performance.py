@@ -21,7 +21,7 @@ from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.triggers.base import never
-from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, undo_if_computed_again
 
 
 class _Measurement(Extension):
@@ -94,7 +94,11 @@ class Throughput(_Measurement):
         if context.examples is None:
             self._are_counted = False
         else:
-            self._examples_of_update += context.examples
+            self._add_examples(context.examples)
+            undo_if_computed_again(functools.partial(self._add_examples, -context.examples))
+
+    def _add_examples(self, examples: int) -> None:
+        self._examples_of_update += examples
 
     def observe(self, trainer: Trainer) -> None:
         self._iterations += 1

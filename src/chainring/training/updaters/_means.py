@@ -133,7 +133,7 @@ class BucketedSum:
     ) -> None:
         self.parameters, self.buckets = parameters, buckets  # the positions of parameters in each
         self._start = start  # sends the next bucket, which has these gradients
-        self._started, self._sends = 0, False
+        self.started, self._sends = 0, False
         self._sent: dict[int, tuple[Tensor, int]] = {}  # in the backward: gradients by position, each with its version
 
     @contextmanager
@@ -145,7 +145,7 @@ class BucketedSum:
 
         def note(parameter: Tensor) -> None:
             missing[bucket_of[id(parameter)]] -= 1
-            while self._started < len(self.buckets) and missing[self._started] <= 0 and self._send():
+            while self.started < len(self.buckets) and missing[self.started] <= 0 and self._send():
                 pass
 
         # Registered last, so that they come after hooks of the user's.
@@ -158,13 +158,13 @@ class BucketedSum:
 
     def _send(self) -> bool:
         """Send the next bucket and return True; a bucket with missing or sparse gradients waits for the end."""
-        bucket = self.buckets[self._started]
+        bucket = self.buckets[self.started]
         gradients = [self.parameters[index].grad for index in bucket]
         if any(gradient is None or gradient.layout is not torch.strided for gradient in gradients):
             return False
         self._sent.update((index, (tensor, tensor._version)) for index, tensor in zip(bucket, gradients, strict=True))
         self._start(gradients)
-        self._started += 1
+        self.started += 1
         return True
 
     def is_stale(self, gradients: Sequence[Tensor | None] | None) -> bool:
@@ -202,7 +202,7 @@ class RankSum(BucketedSum):
             for bucket in self.buckets[first:]:
                 self._start_sum([gradients[index] for index in bucket])
 
-        send_all_from(self._started)
+        send_all_from(self.started)
         # After all buckets the numbers, and whether any rank has sent stale gradients; on the host both in one message.
         # hot path: "two ranks, a plain model": a message more takes a tenth of the update; an accelerator is not waited for
         is_stale, is_joint = self.is_stale(gradients), self._sends and numbers.is_cpu

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import proxy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring import _random
 from chainring._distributed.sharding import shard_like, to_local
 from chainring._distributed.virtual_ranks import Exchange, TreeSum, absent_of, block_of
+from chainring._naming import unwrap
 from chainring.datasets._batches import Batch, count_examples, require_count, take_examples
 from chainring.reporting._metrics import uncounted
 from chainring.reporting.reporter import Reporter, current
+from chainring.serializers.protocol import own_states
+from chainring.training.updaters._carried import carried_by
 from chainring.training.updaters._means import BucketedSum, list_trained, unstash
+from chainring.training.updaters._memory import Memory
 from chainring.training.updaters._ranks import NO_SPARSE
 from chainring.training.updaters._update import Update
 from chainring.training.updaters._virtual_state import (
@@ -65,12 +69,57 @@ class Part:
     taken: dict[str, int] = field(default_factory=dict)  # the number of batches of each iterator
     steps: list[tuple[list[str], list[Any]]] = field(default_factory=list)  # optimizers, and weights of their gradients
     call: Callable[[], Any] | None = None  # which it has come to, and which runs once for all
+    is_bound: bool = False  # it has come to something beyond itself, and is not computed again
     leaf: list[Tensor | None] | None = None  # the gradients of the last part, which are sent without being added before
     # What belongs to it, kept here while another part is computed:
     gradients: list[Tensor | None] = field(default_factory=list)
     buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     generators: Any = None
     reported: dict[str, Any] = field(default_factory=dict)  # the observation of the reporter when it was left
+
+    def list_batches(self) -> list[Any]:
+        """Return the batches that were fetched so far, for all parts."""
+        return [item.batch for fetched in self.whole._fetched.values() for item in fetched if item.error is None]
+
+    def find_obstacle(self) -> str | None:
+        """Return why this part cannot be computed again to the same bits after it has failed, if so."""
+        ranks, scheme, sending = self.whole._ranks, self.whole._scheme, self.whole._sending
+        if self.is_bound:
+            return "it has come to a step, or to what happens once for all virtual ranks"
+        if ranks.sharded or (scheme.wrapped.parameters and ranks.comm.size > 1):
+            return "DDP and fully_shard exchange in a forward, which other ranks would not repeat; leave the model plain"
+        if sending is not None and sending[0].started != sending[1].started:
+            return "its gradients were being sent to the other ranks"
+        if any(ranks.statistics.have_new_ones()):
+            return "a forward has made or reshaped a buffer; call the model with a batch before the updater is made"
+        trained = set(map(id, list_trained(scheme.optimizers.values())))
+        if any(parameter.grad is not None and id(parameter) not in trained for parameter in ranks.parameters):
+            return "a parameter of no optimizer has a gradient; requires_grad_(False) leaves it out"
+        own = [path or "a model" for model in scheme.models.values() for path, _ in own_states(unwrap(model))]
+        carried = [item.objects.items() for item in carried_by(scheme.updater).values()]
+        own += [path for objects in carried for path, obj in objects if not isinstance(obj, nn.Module)]
+        if own:
+            return f"{own[0]} keeps a state of its own, which may have changed"
+        changed = ranks.watch.find_change()
+        return None if changed is None else f"{changed} has changed"
+
+    def restart(self, epochs: tuple[Any, Any], put_back_metrics: Callable[[], None]) -> None:
+        """Put back what this part has changed before it failed, so that it begins again as it has begun."""
+        whole = self.whole
+        whole._uncounted.close()
+        put_back_metrics()
+        whole._ranks.statistics.undo()
+        for parameter in whole._ranks.parameters:
+            parameter.grad = None
+        self.epoch, self.epoch_detail = epochs
+        self.observation.clear()
+        self.taken.clear()
+        self.rows, self.has_rows = 1, self.counts
+        context = UpdateContext(self.update.scheme.updater, self.update.context.iteration, 0)
+        self.update = whole._scheme.update = Update(self.update.scheme, context, self.update.epoch)
+        self.update.part = self
+        whole._report_into(self.observation, self)
+        whole._let_metrics_count(self.has_rows)
 
 
 class VirtualRanks:
@@ -99,6 +148,7 @@ class VirtualRanks:
         self.watch = ChangeWatch(self.scheme, self.count)
         self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, self.block, self.count, device))
         self.overlaps = not self.sharded  # gradients are sent while the last backward runs
+        self.memory = Memory(models, self.parameters, self.scheme.updater.callbacks, self.comm.is_main)
 
     def run(self, update: Update) -> Any:
         """Compute an update; return its weight, on one rank only: all have what all have reported."""
@@ -193,7 +243,12 @@ class VirtualUpdate:
         return means.weight, {key: (value, means.weights[key]) for key, value in means.values.items() if key in pinned}
 
     def compute(self, part: Part) -> bool:
-        """Compute a part to its end."""
+        """Compute a part to its end, again if memory runs out."""
+        self._ranks.memory.compute(part)
+        return True
+
+    def compute_once(self, part: Part) -> None:
+        """Compute a part to its end, or until it fails."""
         update, updater = part.update, self._scheme.updater
         token = meeting.set(partial(self.meet_for, part))
         with ExitStack() as stack:
@@ -207,7 +262,6 @@ class VirtualUpdate:
                 part.weight = require_count(update.weights.get(0, update.examples))
             part.pinned = update.take_pins(part.observation) if update.pins else {}
             part.observation |= {key: (part.observation[key], weight) for key, weight in part.pinned.items()}
-        return True
 
     def seed_generators(self, part: Part) -> None:
         """Seed all generators for a micro-batch of a part."""
@@ -268,7 +322,9 @@ class VirtualUpdate:
         if position == len(fetched):  # the first part to ask for a batch fetches it, with the generators of all
             generators = _random.take_generators()
             _random.put_generators(self._outer_generators)
+            was_bound, part.is_bound = part.is_bound, True  # if the fetch fails, the iterator may have gone on
             self._fetch(name, iterator)
+            part.is_bound = was_bound
             self._outer_generators = _random.take_generators()
             _random.put_generators(generators)
         batch, epochs, error, first_epoch = fetched[position]
@@ -319,7 +375,7 @@ class VirtualUpdate:
         if ranks.sharded:
             return ranks.sharded.backward()
         is_final = update.is_last and not self._scheme.updater.callbacks.backward_on_finish and not ranks.may_continue
-        is_last = is_final and part is self._parts[-1] and part.rows and not update.is_empty
+        is_last = is_final and part is self._parts[-1] and part.rows and not update.is_empty and self._sending is None
         if not is_last or not ranks.overlaps or ranks.comm.size == 1:
             return nullcontext()
         self._sending = self._start_exchange(0, list_trained(self._scheme.optimizers.values()))
@@ -351,6 +407,7 @@ class VirtualUpdate:
             parameter.grad = None
         number = len(part.steps)
         part.steps.append((names, weights))
+        part.is_bound = True
         if part.counts and (may_continue or self._ranks.comm.size == 1 or part is not self._parts[-1]):
             self._sums[number].add(gradients)
         elif part.counts:
@@ -367,7 +424,7 @@ class VirtualUpdate:
                 f"{function.__qualname__} runs once an update, and a loss once for each virtual rank: call it at the end of "
                 "an update_core of your own, or leave it to the extension, trainer.extend(average)"
             )
-        part.call = function
+        part.call, part.is_bound = function, True
         self._wait(part)
 
     def _wait(self, part: Part) -> None:

@@ -6,7 +6,7 @@ import pickle
 import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,14 +107,18 @@ class RunningStatistics:
                 buffer.data.copy_(initial)
         return taken
 
-    def _refuse_new_ones(self) -> None:
-        """Refuse buffers that a virtual rank has made or reshaped, of which there is no value to begin with."""
+    def have_new_ones(self) -> tuple[bool, bool]:
+        """Return whether a virtual rank has reshaped buffers, and whether it has made some."""
         reshaped = any(
             buffers[name] is None or buffers[name].shape != initial.shape or buffers[name].dtype != initial.dtype
             for (buffers, name), initial in zip(self._slots, self._initial, strict=True)
         )
         is_new = any(buffers[name] is not None for buffers, name in self._absent)
-        is_new = is_new or sum(len(module._buffers) for module in self._owners) != self._number
+        return reshaped, is_new or sum(len(module._buffers) for module in self._owners) != self._number
+
+    def _refuse_new_ones(self) -> None:
+        """Refuse buffers that a virtual rank has made or reshaped, of which there is no value to begin with."""
+        reshaped, is_new = self.have_new_ones()
         if not reshaped and not (is_new and self._count > 1):  # what the only virtual rank makes is not averaged
             return
         before = {(id(buffers), name): initial for (buffers, name), initial in zip(self._slots, self._initial, strict=True)}
@@ -134,7 +138,7 @@ class RunningStatistics:
         """Set all buffers to what they were at the beginning of the update."""
         for (buffers, name), buffer, initial in zip(self._slots, self._buffers, self._initial, strict=True):
             buffers[name] = buffer
-            buffer.copy_(initial)
+            buffer.data.copy_(initial)  # uncounted, since the graph of another virtual rank may have saved it
 
     @torch.no_grad()
     def add(self, number: int, rows: int, values: dict[int, tuple[Tensor, Tensor]]) -> None:
@@ -270,30 +274,38 @@ class ChangeWatch:
         self._unchecked = 0 if self._is_alone else _WATCHED_UPDATES
         self._settings: dict[str, Any] | None = None  # as the first virtual rank since the last step has left them
         self._put_back: set[int] = set()  # the parameters that virtual ranks have changed and put back
-        self._generators: list[tuple[str, Any]] = []
-        if not self._is_alone:
-            roots: dict[str, Any] = {f"model {label!r}": model for label, model in scheme.models.items()}
-            roots |= {
-                f"updater.{name}": value for name, value in vars(scheme.updater).items() if name not in _OWN_ATTRIBUTES
-            }
-            for label, iterator in scheme.iterators.items():
-                roots[f"the data set of iterator {label!r}"] = getattr(iterator, "dataset", None)
-            seen: dict[int, Any] = {}
-            self._generators = [item for path, root in roots.items() for item in _generators_in(path, root, seen, 0)]
+        roots: dict[str, Any] = {f"model {label!r}": model for label, model in scheme.models.items()}
+        roots |= {f"updater.{name}": value for name, value in vars(scheme.updater).items() if name not in _OWN_ATTRIBUTES}
+        for label, iterator in () if self._is_alone else scheme.iterators.items():
+            roots[f"the data set of iterator {label!r}"] = getattr(iterator, "dataset", None)
+        seen: dict[int, Any] = {}
+        self._generators = [item for path, root in roots.items() for item in _generators_in(path, root, seen, 0)]
 
     def begin(self) -> None:
         """Begin an update."""
         self._looks = self._unchecked > 0
         self._unchecked -= self._looks
-        self._states = [_state_of(generator) for _, generator in self._generators] if self._looks else []
+        self._states = [_state_of(generator) for _, generator in self._generators]
         self.note()
 
     def note(self) -> None:
         """Note what virtual ranks have to leave as it is, until the next step."""
+        self._versions = [parameter._version for parameter in self._parameters]
         if not self._is_alone:
             self._compared = list(range(len(self._parameters))) if self._looks else sorted(self._put_back)
-            self._versions = [parameter._version for parameter in self._parameters]
             self._sums, self._settings = self._sum(), None
+
+    def find_change(self) -> str | None:
+        """Return the name of what the virtual rank that is computed now has changed, and cannot be put back."""
+        pairs = zip(self._names, self._parameters, self._versions, strict=True)
+        drawn = zip(self._generators, self._states, strict=True)
+        return next(
+            chain(
+                (name for name, parameter, version in pairs if parameter._version != version),
+                (path for (path, generator), state in drawn if _state_of(generator) != state),
+            ),
+            None,
+        )
 
     def _sum(self) -> list[int]:
         return sums_of([to_local(self._parameters[index]).detach() for index in self._compared])
@@ -377,7 +389,7 @@ def _generators_in(path: str, value: Any, seen: dict[int, Any], depth: int) -> I
 
 
 def _state_of(generator: Any) -> Any:
-    return generator.get_state().tolist() if isinstance(generator, torch.Generator) else pickle.dumps(generator)
+    return generator.get_state().numpy().tobytes() if isinstance(generator, torch.Generator) else pickle.dumps(generator)
 
 
 class Means(NamedTuple):

@@ -160,6 +160,17 @@ meeting: ContextVar[Callable[[Callable[[], Any]], None] | None] = ContextVar("me
 """Lets a function run once for all virtual ranks; set while one of them computes, and all come to it."""
 
 
+taken_back: ContextVar[list[Callable[[], Any]] | None] = ContextVar("taken_back", default=None)
+"""What undoes the counts of callbacks, if the virtual rank that is computed now has to be computed again."""
+
+
+def undo_if_computed_again(function: Callable[[], Any]) -> None:
+    """Call a function if what is computed now, a virtual rank, is thrown away and computed again."""
+    undo = taken_back.get()
+    if undo is not None:
+        undo.append(function)
+
+
 def run_once_an_update(function: Callable[[], Any]) -> None:
     """Run a function, once for all virtual ranks where one of them asks for it."""
     meet = meeting.get()
