@@ -12,10 +12,11 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from chainring import _random
-from chainring._messages import warn
+from chainring._messages import info, warn
 from chainring._progress import Trainer
 from chainring.iterators.base import find_main_iterator
 from chainring.serializers.protocol import (
@@ -29,12 +30,14 @@ from chainring.serializers.protocol import (
 from chainring.training._run import prepare
 from chainring.training.triggers.base import describe, keys_of, never
 from chainring.training.updaters._carried import Carried
+from chainring.training.updaters._memory import LESS, capacity, explain_out_of_memory, is_out_of_memory, sized
 from chainring.training.updaters.base import Updater
 
 if TYPE_CHECKING:
     from chainring.training._unsaved import Attributes
 
 _MAX_SHOWN = 12
+_FULL = 0.9  # of the memory of a device, of which its driver and the cache of PyTorch need some
 _RESTORED = "raised in the rehearsal{}; all state has been restored"
 
 
@@ -138,7 +141,8 @@ def rehearse(trainer: Trainer, carried: Carried) -> None:
     from chainring.training import _unsaved  # which imports NumPy's generators, for a rehearsal alone
 
     seen: list[Attributes] = []
-    with _preserved_state(trainer, carried), ExitStack() as stack:
+    memory = _PeakMemory(trainer.updater)
+    with _preserved_state(trainer, carried, memory), ExitStack() as stack:
         prepare(trainer)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
@@ -146,18 +150,21 @@ def rehearse(trainer: Trainer, carried: Carried) -> None:
             stack.callback(entry.optional("finalize"))
         trainer.extension_name = None
         try:
-            seen.append(_unsaved.attributes_of(trainer))
+            with memory.kept():
+                seen.append(_unsaved.attributes_of(trainer))
             reported = {*keys_of(trainer.updater, "reported_keys"), *trainer.observation}
             for calls_extensions in (False, True):
-                _iterate(trainer, calls_extensions)
+                _iterate(trainer, calls_extensions, memory)
                 reported.update(trainer.observation)
-                seen.append(_unsaved.attributes_of(trainer))
+                with memory.kept():
+                    seen.append(_unsaved.attributes_of(trainer))
         except StopIteration:
             raise RuntimeError("the data ran out before 2 updates, so there is nothing to rehearse") from None
         if problem := trainer.comm.broadcast_object(_find_unknown_keys(trainer, reported)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # extensions may warn of the same key when they are finalized
                 stack.close()
+    memory.tell(trainer)
     # All saved state has been restored now, so what is still as the updates have changed it is not saved.
     before, between, after = seen
     unsaved = _unsaved.unsaved(_unsaved.changed(before, between, after), before, _unsaved.attributes_of(trainer))
@@ -199,24 +206,81 @@ def _find_unknown_keys(trainer: Trainer, reported: set[str]) -> str | None:
     )
 
 
-def _iterate(trainer: Trainer, calls_extensions: bool) -> None:
+def _iterate(trainer: Trainer, calls_extensions: bool, memory: _PeakMemory) -> None:
     trainer.observation = {}
     with trainer.reporter.scope(trainer.observation):
-        trainer.updater.update()
+        with memory.counted("an update"):
+            trainer.updater.update()
         for entry in trainer.entries:
             if entry.observe is not None:
                 entry.observe(trainer)
             if calls_extensions:
                 trainer.extension_name = entry.name
-                entry.extension(trainer)
+                with memory.counted(repr(entry.name), is_asked_for=entry.is_snapshot):
+                    entry.extension(trainer)
                 trainer.extension_name = None
 
 
+class _PeakMemory:
+    """The most memory of the models' accelerator in what a rehearsal does, less what the rehearsal alone keeps there."""
+
+    def __init__(self, updater: Updater) -> None:
+        parameters = [parameter for model in updater.get_all_models().values() for parameter in model.parameters()]
+        self._device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        self._module: Any = torch.get_device_module(self._device)
+        self._is_counted = self._device.type != "cpu" and hasattr(self._module, "max_memory_allocated")
+        self._gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        self._kept, self._beside = 0, 0  # by the rehearsal; by model, optimizer and extensions between two updates
+        self._peaks: dict[str, int] = {}
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Count what lies there at the end of the context, and not at its beginning, as what only the rehearsal keeps."""
+        before = self._module.memory_allocated(self._device) if self._is_counted else 0
+        yield
+        self._kept += self._module.memory_allocated(self._device) - before if self._is_counted else 0
+
+    @contextmanager
+    def counted(self, name: str, *, is_asked_for: bool = True) -> Generator[None]:
+        """Count the peak in the context; with ``is_asked_for=False`` only where it takes any."""
+        if not self._is_counted:
+            yield
+            return
+        self._module.reset_peak_memory_stats(self._device)
+        before = self._module.memory_allocated(self._device)
+        yield
+        peak = self._module.max_memory_allocated(self._device)
+        if is_asked_for or peak > before:
+            self._peaks[name] = max(peak - self._kept, self._peaks.get(name, 0))
+        if not self._beside or name == "an update":
+            self._beside = before - self._kept - self._gradients
+
+    def tell(self, trainer: Trainer) -> None:
+        """Print the peaks of the rank that takes most, and how many examples would fit; warn above 90 % of the device."""
+        free_and_total = capacity(self._device) if self._is_counted else None
+        total = 0 if free_and_total is None else free_and_total[1]
+        ranks = trainer.comm.gather_object((str(self._device), self._peaks, self._beside, total))
+        device, peaks, beside, total = max(ranks, key=lambda rank: max(rank[1].values(), default=0))
+        if not trainer.comm.is_main or not peaks:
+            return
+        text = f"{device} has at the peak of {', '.join(f'{name} {sized(peak)}' for name, peak in peaks.items())}"
+        text += f", of {sized(total)}" if total else ""
+        size, most = getattr(find_main_iterator(trainer.updater), "batch_size", None), peaks["an update"] - beside
+        if isinstance(size, int) and total and most > 0:
+            fitting = float(f"{max(0, size * (_FULL * total - beside) / most):.2g}")
+            text += f"; a batch of {size} takes {sized(most)} beside model and optimizer, and about {fitting:,.0f} would fit"
+        info(text)
+        name = max(peaks, key=peaks.__getitem__)
+        if total and peaks[name] > _FULL * total:
+            warn(f"{name} takes {peaks[name] / total:.0%} of the memory of {device}, and the run may end by it; {LESS}")
+
+
 @contextmanager
-def _preserved_state(trainer: Trainer, carried: Carried) -> Generator[None]:
+def _preserved_state(trainer: Trainer, carried: Carried, memory: _PeakMemory) -> Generator[None]:
     """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
     saved = DictionarySerializer()
-    _visit_state(saved, trainer, carried)
+    with memory.kept():
+        _visit_state(saved, trainer, carried)
     out, observation = trainer.url or trainer.out, trainer.observation
     try:
         with _random.preserve_rng(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
@@ -225,6 +289,8 @@ def _preserved_state(trainer: Trainer, carried: Carried) -> Generator[None]:
     except BaseException as error:
         position = "" if trainer.extension_name is None else f", in extension {trainer.extension_name!r}"
         error.add_note(_RESTORED.format(position))
+        if is_out_of_memory(error):
+            error.add_note(explain_out_of_memory(trainer.updater, trainer.extension_name))
         raise
     finally:
         trainer.out, trainer.observation, trainer.extension_name = out, observation, None

@@ -24,7 +24,7 @@ from chainring.datasets._batches import Batch, count_examples, require_count, ta
 from chainring.reporting._metrics import uncounted
 from chainring.reporting.reporter import Reporter, current
 from chainring.serializers.protocol import own_states
-from chainring.training.updaters._carried import carried_by
+from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._means import BucketedSum, list_trained, unstash
 from chainring.training.updaters._memory import Memory
 from chainring.training.updaters._ranks import NO_SPARSE
@@ -96,8 +96,9 @@ class Part:
         if any(parameter.grad is not None and id(parameter) not in trained for parameter in ranks.parameters):
             return "a parameter of no optimizer has a gradient; requires_grad_(False) leaves it out"
         own = [path or "a model" for model in scheme.models.values() for path, _ in own_states(unwrap(model))]
-        carried = [item.objects.items() for item in carried_by(scheme.updater).values()]
-        own += [path for objects in carried for path, obj in objects if not isinstance(obj, nn.Module)]
+        carried = Carried()
+        carried.add_updater(scheme.updater)
+        own += [key for key, objects in carried.items() if any(not isinstance(obj, nn.Module) for obj in objects.values())]
         if own:
             return f"{own[0]} keeps a state of its own, which may have changed"
         changed = ranks.watch.find_change()
