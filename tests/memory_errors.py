@@ -3,6 +3,7 @@
 import contextlib
 import io
 import random
+import shutil
 import tempfile
 import warnings
 
@@ -157,6 +158,8 @@ def trained(comm, plan, *, updater_class=training.StandardUpdater, wraps=False, 
     tensors = [*model.state_dict().items(), *((str(n), s["exp_avg"]) for n, s in enumerate(optimizer.state.values()))]
     with open(f"{out}/recorder.bin", "rb") as file:
         recorded = file.read()
+    if comm is None or comm.is_main:
+        shutil.rmtree(out)
     return {
         "tensors": {name: tensor.numpy().tobytes() for name, tensor in tensors},
         "rows": repr(rows),

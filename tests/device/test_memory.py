@@ -48,11 +48,11 @@ MODELS = {
 }
 
 
-def make_trainer(out, make, *, batch_size=256, optimizer_class=torch.optim.Adam, updates=4, **settings):
+def make_trainer(out, make, *, batch_size=512, optimizer_class=torch.optim.Adam, updates=4, **settings):
     gc.collect()  # what other trainers have left there
     chainring.deterministic(0)
     model = Classifier(make()).to("cuda")
-    data = TupleDataset(torch.randn(1024, 32), torch.arange(1024) % 10)
+    data = TupleDataset(torch.randn(2048, 32), torch.arange(2048) % 10)
     optimizer = optimizer_class(model.parameters(), lr=0.001)
     train = iterators.SerialIterator(data, batch_size)
     updater = training.StandardUpdater(train, optimizer, model, device="cuda", **settings)
@@ -86,7 +86,7 @@ def test_rehearsal_predicts_the_peak_of_an_update_and_of_an_evaluation_within_5_
     trainer.rehearse()
     said = capsys.readouterr().out
     predicted = sizes_in(said)
-    assert re.search(r"a batch of 256 takes [\d.]+ MiB beside model and optimizer, and about [\d,]+ would fit", said), said
+    assert re.search(r"a batch of 512 takes [\d.]+ MiB beside model and optimizer, and about [\d,]+ would fit", said), said
     del trainer
     trainer, counted = make_trainer(tmp_path / "b", MODELS[name], **settings), {"an update": 0, "'validation'": 0}
 
@@ -110,18 +110,38 @@ def test_model_that_is_half_too_large_trains_to_the_same_bits(tmp_path, device, 
     trainer.run()
     peak, expected = torch.cuda.max_memory_allocated(), result_of(trainer)
     del trainer
+    gc.collect()
+    torch.cuda.empty_cache()
     native.set_capacity(0, int(peak / 1.5))
     trainer = make_trainer(tmp_path / "b", make, virtual_ranks=1)
     trainer.run()
     state, rows = result_of(trainer)
     assert rows == expected[1]
     assert all(torch.equal(value, expected[0][name]) for name, value in state.items())
-    assert capsys.readouterr().out.count("with its saved tensors on the host") == 1
+    said = capsys.readouterr().out
+    assert said.count("with its saved tensors on the host") == 1, said
     del trainer
     with pytest.raises(torch.OutOfMemoryError) as caught:
         make_trainer(tmp_path / "c", make).run()
     assert "hint: cuda:0 has " in caught.value.__notes__[-1]
     assert "with virtual_ranks=1" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_update_of_virtual_ranks_leaves_nothing_on_the_device_until_the_collector_comes(tmp_path, count, device):
+    """Its objects do not refer to one another afterwards."""
+    updater = make_trainer(tmp_path, MODELS["batch norm"], virtual_ranks=count).updater
+    updater.start()
+    updater.update()
+    gc.collect()
+    gc.disable()
+    try:
+        updater.update()
+        before = torch.cuda.memory_allocated()
+        updater.update()
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
 
 
 def test_rehearsal_warns_above_90_percent(tmp_path, device, capsys):

@@ -16,6 +16,7 @@ import clock
 import damage
 import data
 import kills
+import memory
 import partings
 import programs
 import remote_damage
@@ -36,6 +37,7 @@ PARTS = (
     data,
     clock,
     replays,
+    memory,
     programs,
     partings,
     remote_races,

@@ -388,6 +388,9 @@ class Trainer(Stateful):
         Changes to attributes that are not part of the saved state cannot be undone; a warning gives the path of each,
         such as ``updater.model:main.encoder.counter``, and says how to add it to the state.
 
+        On an accelerator it prints the peak memory of an update, of each evaluation and of a snapshot, and about how many
+        examples would fit; above 90 % of the device it warns.
+
         Raises:
             RuntimeError: the run has started, or the data run out before two updates.
             ValueError: a lazy module has uninitialized parameters; or a trigger or an extension needs a key that was not

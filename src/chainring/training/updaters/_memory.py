@@ -228,7 +228,7 @@ def capacity(device: torch.device) -> tuple[int, int] | None:
 
 def sized(size: float) -> str:
     """Return a number of bytes as text."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def explain_out_of_memory(updater: Any, extension: str | None) -> str:

@@ -241,6 +241,8 @@ class VirtualUpdate:
             self._outer.update({key: value for key, value in part.observation.items() if key not in means.values})
         self._outer.update(means.values)
         pinned = {key for part in self._parts for key in part.pinned}
+        while self._parts:  # which refer to one another, and would keep batches on the device until the collector comes
+            self._parts.pop().update.part = None
         return means.weight, {key: (value, means.weights[key]) for key, value in means.values.items() if key in pinned}
 
     def compute(self, part: Part) -> bool:

@@ -146,7 +146,8 @@ class StandardUpdater(Updater):
         virtual_ranks: the number of parts in which each update is computed, for any number of ranks; they are summed in a
             fixed order, so that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to
             ``virtual_ranks`` ranks. Virtual rank v computes the rows ``batch[v::virtual_ranks]`` with its own random
-            numbers and batch statistics, and runs ``update_core`` once; all are joined in `step`.
+            numbers and batch statistics, and runs ``update_core`` once; all are joined in `step`. If memory runs out
+            in one, it is computed again to the same bits, at last with saved tensors on the host.
         accumulate_across_epochs: False to end an update early when an epoch ends, with the micro-batches fetched so far,
             so that an epoch of n batches has ceil(n / accumulate) updates. Otherwise the next epoch completes the update:
             e epochs have floor(e * n / accumulate) updates, and an epoch may end in the middle of one.
