@@ -56,6 +56,15 @@ def test_memory_ends_at_a_given_byte(device):
     assert torch.empty(4096, dtype=torch.uint8, device=device).nbytes + kept.nbytes + len(third) == 5120
 
 
+def test_what_is_alive_stays_when_the_rest_is_given_back(device):
+    """Its neighbours are smaller than a page of the host."""
+    tensors = [torch.ones(8, device=device) for _ in range(64)]
+    kept = tensors[1::2]
+    del tensors
+    accelerator.empty_cache()
+    assert all(tensor.tolist() == [1] * 8 for tensor in kept)
+
+
 def test_bytes_that_are_alive_are_counted_and_their_most(device):
     before = accelerator.memory_allocated()
     accelerator.reset_peak_memory_stats()

@@ -91,10 +91,7 @@ inline void collect(Pool& pool) {
 
 inline void release_unused(Pool& pool) {
   for (auto& [key, pointers] : pool.free)
-    for (char* pointer : pointers) {
-      madvise(shadow_of(pointer), key.second, MADV_DONTNEED);  // only whole pages of it are, which is as well
-      pool.reserved -= key.second, blocks.erase(pointer);
-    }
+    for (char* pointer : pointers) pool.reserved -= key.second, blocks.erase(pointer);
   pool.free.clear();
 }
 
