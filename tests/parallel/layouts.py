@@ -43,9 +43,9 @@ def placed(net, layout):
     return net, create_communicator(mesh=mesh["dp"])
 
 
-def a_trainer(layout, out, width=8, seed=3, lr=0.0, autoload=False, stop=1):
+def a_trainer(layout, out, width=8, seed=3, lr=0.0, autoload=False, stop=1, net=None):
     """A trainer of a model in a layout, which takes a snapshot at every iteration; by default nothing is learned."""
-    net, comm = placed(a_net(width, seed), layout)
+    net, comm = placed(net or a_net(width, seed), layout)
     optimizer = torch.optim.AdamW(net.parameters(), lr)
     x, t = torch.linspace(-1, 1, 48).reshape(8, 6), torch.linspace(1, 2, 8).reshape(8, 1)
     iterator = SerialIterator(list(zip(x, t, strict=True)), 8)

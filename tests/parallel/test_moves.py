@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts import EVERY, a_trainer, whole_state
+from torch import nn
 
 from chainring import serializers
 from chainring.cli import main
@@ -77,6 +78,25 @@ def test_all_ranks_together_read_a_snapshot_once(ranks, directory):
     for move in list(ranks[0][1])[1:]:  # Python loads modules at the first
         size = sum(path.stat().st_size for path in (directory / move.partition(" ->")[0] / "snapshot_iter_1").iterdir())
         assert sum(read[move] for _, read in ranks) <= 1.1 * size, move
+
+
+def loaded_twice(world, out):
+    """How many bytes this rank has read in a second load of a DDP model of many small tensors."""
+    nets = [nn.Sequential(*[nn.Linear(6, 6) for _ in range(200)]) for _ in range(2)]
+    saved, trainer = [a_trainer("ddp", out, net=net) for net in nets]
+    saved.run()
+    world.barrier()
+    for _ in range(2):  # Python loads modules at the first
+        before = bytes_read()
+        serializers.load(f"{out}/snapshot_iter_1", trainer)
+        read = bytes_read() - before
+    return read
+
+
+def test_the_header_of_a_file_that_all_ranks_share_is_read_once(tmp_path):
+    """It is half of a file of many small tensors."""
+    size = sum(on_ranks(4, loaded_twice, str(tmp_path)))
+    assert size <= 1.1 * sum(path.stat().st_size for path in (tmp_path / "snapshot_iter_1").iterdir())
 
 
 @pytest.mark.parametrize("layout", EVERY)

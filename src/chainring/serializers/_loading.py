@@ -303,6 +303,7 @@ class StoredTensors:
         about: Any = self._on_all(lambda: self._read_manifest_and_state() if comm.rank == 0 else None)[0]
         self.manifest: Manifest = about[0]
         self.text: bytes = about[1]
+        self._headers: dict[str, Any] = about[2]  # of files that several ranks read
         self._parts: dict[str, list[_Part]] = {}
         self.tensors = self._assemble(itertools.chain.from_iterable(self._on_all(self._open_files)))
 
@@ -390,14 +391,16 @@ class StoredTensors:
                 raise failure
         return [result for result, _ in answers]
 
-    def _read_manifest_and_state(self) -> tuple[Manifest, bytes]:
+    def _read_manifest_and_state(self) -> tuple[Manifest, bytes, Mapping[str, Any]]:
         manifest = self._source.verify(content=self._is_verified)
         if STATE not in manifest.files:
             raise CorruptError(f"{self._source} has no {STATE}")
         text = self._source.open(STATE, manifest).read_all()
         if zlib.crc32(text) != manifest.files[STATE][1]:
             raise CorruptError(f"{self._source}/{STATE} has other bytes than were written")
-        return manifest, text
+        names = [name for name in manifest.files if name.endswith(".safetensors")]
+        shared = names if len(names) < self._comm.size else ()  # by ranks, each of which would read the header
+        return manifest, text, {name: _safetensors.read_header(self._source.open(name, manifest)) for name in shared}
 
     def _open_files(self) -> list[_Described]:
         """Open the files that this rank reads, or reads some of; return what it reads of each tensor.
@@ -413,7 +416,7 @@ class StoredTensors:
             if rank not in readers:
                 continue
             file = self._source.open(path, self.manifest)
-            header, stored = _safetensors.read_header(file)
+            header, stored = self._headers.get(path) or _safetensors.read_header(file)
             text, count = self.manifest.parts.get(path, ""), 1 + len({entry.part for entry in stored.values()})
             crcs = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
             if not self._is_verified and (len(crcs) != count or crcs[0] != zlib.crc32(header)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -44,6 +46,8 @@ from chainring.training.updaters.callbacks import UpdateContext, meeting
 if TYPE_CHECKING:
     from chainring.training.updaters._update import Scheme
 
+_LARGE = 1 << 24  # bytes of gradients, whose freed memory is given back each time so many virtual ranks were computed:
+_BETWEEN = 4
 _MEET = (
     "every virtual rank runs update_core, and all meet in self.step(): they must call it for the same optimizers in the "
     "same order"
@@ -150,6 +154,9 @@ class VirtualRanks:
         self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, self.block, self.count, device))
         self.overlaps = not self.sharded  # gradients are sent while the last backward runs
         self.memory = Memory(models, self.parameters, self.scheme.updater.callbacks, self.comm.is_main)
+        size = sum(parameter.nbytes for parameter in self.parameters if parameter.device.type == "cpu")
+        is_large = size >= _LARGE and sys.platform == "linux"
+        self.trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if is_large else None
 
     def run(self, update: Update) -> Any:
         """Compute an update; return its weight, on one rank only: all have what all have reported."""
@@ -216,6 +223,9 @@ class VirtualUpdate:
                     self._enter(part)
                     has_ended = self.compute(part) if self._threads is None else self._threads.resume(part)
                     self._leave(part)
+                    if part.index % _BETWEEN == _BETWEEN - 1 and self._ranks.trim is not None:
+                        # Where a gradient was and little things are now, glibc has no room for the next.
+                        self._ranks.trim(0)
                     if has_ended:
                         running.remove(part)
                 if running or (self._parts[0].steps and not may_continue):
