@@ -156,9 +156,10 @@ def trained(comm, plan, *, updater_class=training.StandardUpdater, wraps=False, 
         return "\n".join([f"{type(failure).__name__}: {failure}", *getattr(failure, "__notes__", ())])
     rows = [{key: value for key, value in row.items() if "time" not in key and "throughput" not in key} for row in log.log]
     tensors = [*model.state_dict().items(), *((str(n), s["exp_avg"]) for n, s in enumerate(optimizer.state.values()))]
-    with open(f"{out}/recorder.bin", "rb") as file:
-        recorded = file.read()
-    if comm is None or comm.is_main:
+    recorded = None
+    if comm is None or comm.is_main:  # the only rank that writes there, and removes it
+        with open(f"{out}/recorder.bin", "rb") as file:
+            recorded = file.read()
         shutil.rmtree(out)
     return {
         "tensors": {name: tensor.numpy().tobytes() for name, tensor in tensors},

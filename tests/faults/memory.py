@@ -28,11 +28,13 @@ def out_of_memory(bench, number, draw, place):
     if size == 1:
         found = [[trained(None, Plan(*plan), **settings) for plan in plans]]
     else:
-        found = on_ranks(size, memory_errors.trained_on_ranks, failing, plans, settings, seconds=300)
+        # After an error that ends a run, its communicator is not used again.
+        runs = [on_ranks(size, memory_errors.trained_on_ranks, failing, [plan], settings) for plan in plans]
+        found = [[outcomes[rank][0] for outcomes in runs] for rank in range(size)]
     counts = Counter()
     for plan, *outcomes in zip(plans, *found, strict=True):
         counts["errors"] += 1
-        if isinstance(outcomes[0], dict):
+        if all(isinstance(outcome, dict) for outcome in outcomes):
             keys = BITS if size == 1 else ("rows", "recorded")  # of the first rank; it may hold a part of the counts
             wrong = [key for key in keys if outcomes[0][key] != reference[key]]
             wrong += ["tensors of a rank" for outcome in outcomes if outcome["tensors"] != reference["tensors"]]
