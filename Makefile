@@ -52,7 +52,7 @@ compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of
 
 ON_DEVICE := --numprocesses 2 --dist loadfile tests/device tests/gpu tests/training/test_everything_resumes.py \
 	tests/training/updaters tests/training/extensions tests/reporting/test_media.py \
-	--ignore tests/training/updaters/test_compiled_update.py
+	--ignore tests/training/updaters/test_compiled_update.py --ignore tests/training/updaters/test_virtual_memory.py
 
 device: install  ## tests on an accelerator that is not there, which is compiled first; needs g++
 	$(BIN)/python tests/device/run.py $(ON_DEVICE)

@@ -14,6 +14,8 @@ from older_torch import pytest_collection_modifyitems  # noqa: F401 - a hook
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup starts what it runs
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The server that forks ranks and runs imports once what they all need; it does not see the folders of the tests.
 multiprocessing.set_forkserver_preload(

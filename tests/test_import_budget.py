@@ -30,7 +30,9 @@ def imported():
     return dict(zip(["foundation", *PROGRAMS], map(set, map(json.loads, done.stdout.splitlines())), strict=True))
 
 
-@pytest.mark.parametrize(("program", "own", "others"), [("chainring", 28, 4), ("a script", 99, 12), ("everything", 133, 30)])
+@pytest.mark.parametrize(
+    ("program", "own", "others"), [("chainring", 28, 4), ("a script", 100, 12), ("everything", 134, 30)]
+)
 def test_an_import_stays_within_its_budget(imported, program, own, others):
     """Modules of Chainring, and of anything else that torch has not imported already."""
     more = imported[program] - imported["foundation"]

@@ -47,6 +47,7 @@ LEFT_OUT = {
     ),
     "it is about the memory and the processor of the host": (
         "test_a_part_resumes_after_every_iteration[chainring.training.extensions.SystemMetrics]",
+        "test_a_part_resumes_after_every_iteration[chainring.training.extensions.Throughput]",
         "test_all_parts_together_resume",
         "test_keys_begin_with_the_name",
         "test_shares_are_those_of_the_time_since_the_last_report",

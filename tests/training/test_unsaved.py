@@ -262,6 +262,18 @@ def test_times_caches_and_results_collected_by_a_script_are_not_named(tmp_path):
     assert named(trainer) == []
 
 
+def test_a_set_of_the_same_items_in_another_order_is_not_named(tmp_path):
+    """The hashes of strings, and with them the order, are others in each process."""
+    order = [8, 0]
+    first, then = {0, 8}, set(order)
+    assert list(first) != list(then)
+
+    def change(module):
+        module.kept = set(order)
+
+    assert named(made(tmp_path, Encoder(first, change))) == []
+
+
 def test_the_run_is_not_warned_of_what_a_rehearsal_has_named(tmp_path):
     """And trains as it would have."""
     trainer = made(tmp_path, Encoder(0, count))

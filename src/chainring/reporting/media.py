@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chainring._distributed.digests import read_together
 from chainring.reporting.reporter import current
 
 _BINS = 64
@@ -276,6 +275,8 @@ def _count(flat: Tensor) -> Histogram:
         counts.index_add_(0, index, torch.ones_like(index))
         numbers += [wide.sum(), wide.square().sum()]
     bits = torch.stack(numbers).view(torch.int64 if exact is torch.float64 else torch.int32)
+    from chainring._distributed.digests import read_together  # which few programs need
+
     integers, bits_on_host = read_together([torch.cat([torch.stack(special), counts]), bits])
     (nan, above, below, *bins), size = integers.tolist(), exact.itemsize
     low, high, *sums = bits_on_host.astype(f"i{size}").view(f"f{size}").tolist()

@@ -82,6 +82,13 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a container with their keys or positions, those of a set in an order that no hash decides."""
+    if isinstance(container, dict):
+        return container.items()
+    return enumerate(sorted(container, key=repr) if isinstance(container, (set, frozenset)) else container)
+
+
 def describe_leaves(path: str, value: Any) -> dict[str, str]:
     """Return the descriptions of all values in nested containers by path."""
     return {leaf_path: describe(leaf) for leaf_path, leaf in leaves(path, value)}
@@ -295,8 +302,7 @@ class _Walk:
         """Visit what follows the first items of long containers, as far as the limits go."""
         for path, value, depth, origin in self._rest:
             plain = list[Any]()
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for index, (key, item) in enumerate(itertools.islice(items, _MAX_ITEMS, None), _MAX_ITEMS):
+            for index, (key, item) in enumerate(itertools.islice(_items(value), _MAX_ITEMS, None), _MAX_ITEMS):
                 if isinstance(item, _PLAIN):
                     plain.append((key, item) if isinstance(key, _PLAIN) else item)
                 elif len(self._visited) > _MAX_OBJECTS or self._bytes_left < 0:
@@ -334,8 +340,7 @@ class _Walk:
         if isinstance(value, _CONTAINERS):
             if len(value) > _MAX_ITEMS:
                 self._rest.append((path, value, depth, origin))
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in [*itertools.islice(items, _MAX_ITEMS)]:
+            for key, item in [*itertools.islice(_items(value), _MAX_ITEMS)]:
                 yield (f"{path}[{key!r}]" if isinstance(key, _PLAIN) else path), item, origin
         elif is_taken_apart(value) and not isinstance(
             value, _NOT_WALKED
