@@ -119,6 +119,48 @@ def test_what_would_have_other_bits_is_refused_by_name(case):
     assert said in "".join(caught.value.__notes__)
 
 
+CHANGES = {
+    "a number": (lambda model, optimizer: setattr(model, "turns", model.turns + 1), "main.turns"),
+    "a list": (lambda model, optimizer: model.seen.append(1), "main.seen"),
+    "a tensor in an attribute": (lambda model, optimizer: model.total.add_(1), "main.total"),
+    "the mode": (lambda model, optimizer: model.train(not model.training), "training"),
+    "what is trained": (
+        lambda model, optimizer: model.bias.requires_grad_(not model.bias.requires_grad),
+        "requires_grad of",
+    ),
+    "a hook": (lambda model, optimizer: model.register_forward_hook(lambda *_: None), "_forward_hooks"),
+    "a learning rate": (
+        lambda model, optimizer: optimizer.param_groups[0].update(lr=0.9 * optimizer.param_groups[0]["lr"]),
+        "lr",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_an_update_core_changes_besides_tensors_is_refused_where_memory_runs_out(kind):
+    """Nobody has a copy of it from before, so the virtual rank would be computed with other settings."""
+    change, said = CHANGES[kind]
+    calls, model = itertools.count(1), torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.turns, model.seen, model.total = 0, [], torch.zeros(1)
+
+    class Changing(training.StandardUpdater):
+        def update_core(self):
+            (x,) = self.next_batch()
+            change(self.get_model("main"), self.get_optimizer("main"))
+            if next(calls) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            self.backward(model(x).square().mean())
+            self.step()
+
+    updater = Changing([(torch.ones(4, 2),)] * 3, optimizer, model, virtual_ranks=1)
+    updater.start()
+    updater.update()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        updater.update()
+    assert said in "".join(caught.value.__notes__)
+
+
 def test_other_errors_are_raised_as_they_are():
     def act(model, x):
         raise ValueError("broken")

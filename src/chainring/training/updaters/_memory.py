@@ -6,13 +6,13 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from chainring._messages import info, warn
@@ -82,6 +82,7 @@ class Memory:
             for function in reversed(undo):
                 function()
             part.restart(epochs, put_back_metrics)
+            before = self._settings_of(part)
             put_back_metrics = remember(self._metrics) if self._metrics else _do_nothing
             _free_caches(self._parameters)
             given = _GivenBatches(self._callbacks)
@@ -89,7 +90,28 @@ class Memory:
             if given.have_changed(part.list_batches()):
                 error.add_note(f"{_name(part)} is not computed again, since it changes its batch in place")
                 raise error
+            if (name := _first_difference(before, self._settings_of(part))) is not None:
+                error.add_note(f"{_name(part)} is not computed again, since it changes {name}, of which nobody has a copy")
+                raise error
             self._tell(part, on_host)
+
+    def _settings_of(self, part: Part) -> dict[Any, Any]:
+        """Return what a virtual rank may change besides tensors: settings, modes, hooks, and attributes that are plain.
+
+        They are compared around the last try, and not around the first, so that nothing is paid where memory suffices: what
+        the last try has changed, the ones before it may have changed too.
+        """
+        scheme, settings = part.update.scheme, dict[Any, Any]()
+        for name, optimizer in scheme.optimizers.items():
+            for index, group in enumerate(optimizer.param_groups):
+                settings |= _plain(f"optimizer {name!r}, group {index}, ", group)
+        counted = {id(module) for metric in self._metrics if isinstance(metric, nn.Module) for module in metric.modules()}
+        for label, model in scheme.models.items():
+            settings[f"requires_grad of model {label!r}"] = [parameter.requires_grad for parameter in model.parameters()]
+            for path, module in model.named_modules(prefix=label):
+                if id(module) not in counted:
+                    settings |= _plain(f"{path}.", vars(module))
+        return settings | _plain("updater.", vars(scheme.updater))
 
     def _may_retry(self, failure: BaseException, part: Part, has_freed: bool, on_host: bool) -> bool:
         """Return whether a virtual rank that has failed is computed again; a note of the error says why not."""
@@ -112,6 +134,25 @@ class Memory:
         elif not on_host and not self._has_freed:
             self._has_freed = True
             self._say(f"{again}, after caches were freed; this is said once")
+
+
+def _plain(path: str, attributes: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the values of numbers, texts and flags, the versions of tensors, and the lengths of others, by name."""
+    values: dict[Any, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, (bool, int, float, str, type(None))):
+            values[path + name] = value
+        elif isinstance(value, Tensor):
+            values[path + name, id(value)] = value._version
+        elif isinstance(value, Sized) and not isinstance(value, nn.Module):
+            values[path + name] = len(value)
+    return values
+
+
+def _first_difference(before: dict[Any, Any], after: dict[Any, Any]) -> str | None:
+    """Return the name of what differs; a tensor that was replaced by another is a result."""
+    changed = (key for key in before.keys() & after.keys() if before[key] != after[key])
+    return next((key if isinstance(key, str) else key[0] for key in changed), None)
 
 
 def _name(part: Part) -> str:
