@@ -82,12 +82,14 @@ def test_rehearsal_predicts_the_peak_of_an_update_and_of_an_evaluation_within_5_
     tmp_path, name, settings, device, capsys
 ):
     """Of each apart: the run counts the peak around every update and evaluation."""
+    gc.collect()  # what other tests have left on the device would be counted
     trainer = make_trainer(tmp_path / "a", MODELS[name], **settings)
     trainer.rehearse()
     said = capsys.readouterr().out
     predicted = sizes_in(said)
     assert re.search(r"a batch of 512 takes [\d.]+ MiB beside model and optimizer, and about [\d,]+ would fit", said), said
     del trainer
+    gc.collect()
     trainer, counted = make_trainer(tmp_path / "b", MODELS[name], **settings), {"an update": 0, "'validation'": 0}
 
     def count(key):
