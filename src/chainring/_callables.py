@@ -78,11 +78,12 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
 
 def defined_by(definition: Any) -> str:
     """Return who defines a class or function: ``"library"`` (Chainring, PyTorch, Python), ``"foreign"``, or ``"user"``."""
-    return _defined_in(str(definition.__module__))
+    return origin_of_module(str(definition.__module__))
 
 
 @functools.cache
-def _defined_in(name: str) -> str:
+def origin_of_module(name: str) -> str:
+    """Return who defines what a module of this name has, as `defined_by` says it."""
     if f"{name}.".startswith(_LIKE_USER):
         return "user"
     if f"{name}.".startswith(_LIBRARIES) or name.partition(".")[0] in sys.stdlib_module_names:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from chainring._callables import defined_by, is_taken_apart, references
+from chainring._callables import defined_by, is_taken_apart, origin_of_module, references
 from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring._random import generator_state, is_generator
@@ -180,7 +180,7 @@ def _variables_of_modules() -> dict[str, Any]:
     for name, text in os.environ.items():  # which may be secret
         variables[f"os.environ.{name}"] = f"a text of CRC {zlib.crc32(os.fsencode(text)):08x}"
     for module in {id(module): module for module in [*sys.modules.values()] if isinstance(module, ModuleType)}.values():
-        if vars(module).get("__file__") and defined_by(_Named(module.__name__)) == "user":
+        if vars(module).get("__file__") and origin_of_module(module.__name__) == "user":
             names = {name: item for name, item in vars(module).items() if not name.startswith("__")}
             variables |= {f"variable {module.__name__}.{name}": item for name, item in names.items()}
     return variables
@@ -243,13 +243,6 @@ def remedy(path: str, text: str) -> str:
     if path.startswith("variable "):
         return "make it an attribute of an extension that has serialize(serializer)"
     return "serialize(serializer) of the object that holds it"
-
-
-class _Named:
-    """What `defined_by` asks of a definition."""
-
-    def __init__(self, module: str) -> None:
-        self.__module__ = module
 
 
 class _Walk:
@@ -409,7 +402,7 @@ def _hooks_of(value: Any) -> list[Any]:
 def _of_generator(path: str, value: GeneratorType[Any, Any, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield where a generator stands, and its variables."""
     if (frame := value.gi_frame) is not None:  # it has not ended
-        origin = defined_by(_Named(str(frame.f_globals.get("__name__"))))
+        origin = origin_of_module(str(frame.f_globals.get("__name__")))
         yield f"{path}, position", frame.f_lasti, origin
         for name, item in frame.f_locals.items():
             yield f"{path}, variable {name!r}", item, origin
