@@ -186,14 +186,18 @@ def check(url):
 
 
 def unfinished(url):
-    """The folders of files that belong to no snapshot; of one with a damaged manifest nobody knows which are its files."""
+    """The folders of files that belong to no snapshot; of one whose manifest is damaged, or that of another,
+    nobody knows which are its files."""
     store = open_store(url)
     keys = [entry.key for entry in store.files.bucket.list()]
     used, unknown = {f"{name}/{store.snapshot(name).read_manifest().folder}" for name in store.names()}, set()
     for match in filter(None, map(ARCHIVED.fullmatch, keys)):
         try:
-            used.add(parse_manifest(store.files.bucket.get(match[0]).content, url).folder.removeprefix("../../"))
+            manifest = parse_manifest(store.files.bucket.get(match[0]).content, url)
         except CorruptError:
             unknown.add(match["name"])
+        else:
+            used.add(manifest.folder.removeprefix("../../"))
+            unknown |= {match["name"]} - {manifest.name}
     drafts = [match for match in map(DRAFT.fullmatch, keys) if match and match["name"] not in unknown]
     return {match["draft"] for match in drafts} - used

@@ -365,7 +365,7 @@ def test_a_thread_notices_that_the_lease_is_lost(world, bucket):
 
 def put_manifest(place, name="snapshot"):
     """Publishes a snapshot without files; returns its digest."""
-    manifest = format_manifest(Manifest(1, {}, {STAMP: place.stamp(name), "by": place.index.record.holder}))
+    manifest = format_manifest(Manifest("snapshot", 1, {}, {STAMP: place.stamp(name), "by": place.index.record.holder}))
     place.publish(f"{name}/{'0' * 16}", name, manifest)
     return digest_of(manifest)
 
@@ -387,7 +387,7 @@ def test_a_manifest_that_its_writer_puts_after_the_index_was_taken_is_not_valid(
     put_manifest(first, "kept")
     world.seconds = 31
     second = place_of(bucket)
-    late = format_manifest(Manifest(1, {}, {STAMP: first.stamp("snapshot")}))
+    late = format_manifest(Manifest("snapshot", 1, {}, {STAMP: first.stamp("snapshot")}))
     bucket.put("snapshot/manifest.json", late)
     with pytest.raises(LeaseLostError):
         first.index.change(snapshots={"snapshot": digest_of(late)})
@@ -402,10 +402,12 @@ def test_a_manifest_that_was_copied_there_is_valid_by_itself(bucket):
     """Of another run, of another name, and one that was written without an index."""
     place = place_of(bucket)
     for stamp in None, "0123456789abcdef/snapshot", place.stamp("other"):
-        manifest = format_manifest(Manifest(1, {}, {} if stamp is None else {STAMP: stamp}))
+        manifest = format_manifest(Manifest("snapshot", 1, {}, {} if stamp is None else {STAMP: stamp}))
         assert is_valid(place, manifest)
         assert is_valid(RemotePlace(bucket), manifest)
-    assert is_valid(RemotePlace("memory:///nowhere"), format_manifest(Manifest(1, {}, {STAMP: "0123456789abcdef/snapshot"})))
+    assert is_valid(
+        RemotePlace("memory:///nowhere"), format_manifest(Manifest("snapshot", 1, {}, {STAMP: "0123456789abcdef/snapshot"}))
+    )
 
 
 @pytest.mark.parametrize("fault", ["away", "silent"])

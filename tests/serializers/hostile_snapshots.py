@@ -83,7 +83,13 @@ def write(directory: Path, contents, manifest=None, **changes):
     for name, content in files.items():
         (directory / name).write_bytes(content)
     entries = {name: [len(content), zlib.crc32(content)] for name, content in files.items()}
-    parts = {"format": "1", "iteration": "3", "files": json.dumps(entries), "about": "{}"}
+    parts = {
+        "format": "1",
+        "name": json.dumps(directory.name),
+        "iteration": "3",
+        "files": json.dumps(entries),
+        "about": "{}",
+    }
     text = ", ".join(f'"{key}": {part}' for key, part in {**parts, **changes}.items())
     body = f"{{{text}}}".encode() if manifest is None else manifest
     (directory / MANIFEST).write_bytes(body + b"\n%08x" % zlib.crc32(body))
@@ -110,6 +116,7 @@ MANIFESTS = {
     **{f"manifest is {text}": {"manifest": text.encode()} for text in ("", "[]", "3", "null", '"text"', "{}")},
     **{f"manifest iteration {kind}": {"iteration": text} for kind, text in NUMBERS.items()},
     **{f"manifest iteration {text}": {"iteration": text} for text in ('"7"', "true", "[]", "null", "{}", "1.5")},
+    **{f"manifest name {text}": {"name": text} for text in ("[]", "7", "null", "{}", "true")},
     **{f"manifest files {text}": {"files": text} for text in ("[]", '"text"', "null", "3", f'["{STATE}"]')},
     **{f"manifest about {text}": {"about": text} for text in ("[]", '"text"', "null", "3")},
     **{f"manifest format {text}": {"format": text} for text in ("true", "1.0", "2", '"1"', "[]")},
@@ -124,7 +131,7 @@ MANIFESTS = {
     "manifest names a file twice": {"files": json.dumps(RIGHT)[:-1] + f', "{STATE}": {list(RIGHT[STATE])}}}'},
     "manifest has files twice": {"about": '{}, "files": {}'},
     "manifest in UTF-16": {
-        "manifest": json.dumps({"format": 1, "iteration": 3, "files": RIGHT, "about": {}}).encode("utf-16"),
+        "manifest": json.dumps({"format": 1, "name": "snapshot", "iteration": 3, "files": RIGHT, "about": {}}).encode("utf-16"),
     },
     "manifest of invalid UTF-8": {"about": '{"x": "?"}', "manifest": b'{"format": 1, "about": {"x": "\xff\xfe"}}'},
 }  # fmt: skip

@@ -96,10 +96,14 @@ CONTENTS = {
     "a pickle": lambda draw: pickle.dumps(Bomb()),
     "a deep manifest": lambda draw: checked(b'{"format": 1, "about": ' + deep() + b"}"),
     "a manifest that leads elsewhere": lambda draw: checked(
-        json.dumps({"format": 1, "iteration": 2, "files": {"../../victim": [4, 0]}, "about": {"series": "x"}}).encode()
+        json.dumps(
+            {"format": 1, "name": "x", "iteration": 2, "files": {"../../victim": [4, 0]}, "about": {"series": "x"}}
+        ).encode()
     ),
     "a manifest of many takers": lambda draw: checked(
-        json.dumps({"format": 1, "iteration": 10**30, "files": {}, "about": {"series": 7, "taken by": [[], {}, 1]}}).encode()
+        json.dumps(
+            {"format": 1, "name": "x", "iteration": 10**30, "files": {}, "about": {"series": 7, "taken by": [[], {}, 1]}}
+        ).encode()
     ),
     "nothing": lambda draw: b"",
     "noise": lambda draw: draw.randbytes(1000),

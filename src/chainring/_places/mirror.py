@@ -32,7 +32,7 @@ from chainring._messages import OneTimeWarning, warn
 from chainring._places.base import MANIFEST, RemoteError
 from chainring._places.bucket import MISSING, PART, Bucket, Entry, StoredObject, Tag
 from chainring._places.connection import ChangedError
-from chainring._places.index import Index, LeaseLostError, list_run
+from chainring._places.index import Index, LeaseLostError, Record, list_run
 
 LOOK = 10.0  # seconds between looks for files that have changed
 PAUSE = 30.0  # seconds before a file is put again
@@ -390,7 +390,7 @@ class Mirror:
             content = self._bucket.get(name).content if entry.size <= LARGEST_LINK else b""
         except FileNotFoundError:
             return MISSING
-        if read_link(entry, content):
+        if read_link(entry, content, self._index.record):
             self._leave_out(name, "in the store a link to a snapshot has its name; rename it")
             return None
         return entry.tag
@@ -437,15 +437,21 @@ def _status(status: os.stat_result) -> _Status:
     return _Status(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def read_link(entry: Entry, content: bytes) -> dict[str, Any] | None:
-    """Return what an object says that stands for a symbolic link to a snapshot; ``None`` for any other."""
+def read_link(entry: Entry, content: bytes, record: Record | None = None) -> dict[str, Any] | None:
+    """Return what an object says that stands for a symbolic link to a snapshot; ``None`` for any other.
+
+    One of the run of a ``record`` is a link only while the record lists it.
+    """
     if "/" in entry.key or entry.size > LARGEST_LINK:
         return None
     try:
         document = parse_strict(content)
     except ValueError:
         return None
-    return document if isinstance(document, dict) and document.get("chainring") == "link" else None
+    if not isinstance(document, dict) or document.get("chainring") != "link":
+        return None
+    is_listed = record is None or document.get("run") != record.run or entry.key in record.links
+    return document if is_listed else None
 
 
 def _pieces(source: BufferedReader, size: int) -> Iterator[bytes]:

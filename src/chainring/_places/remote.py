@@ -245,8 +245,7 @@ def _copied_link(bucket: Bucket, name: str, record: Record | None) -> str | None
     """Return to what a link leads that another run or a person has put there."""
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         entry = bucket.head(name)
-        link = read_link(entry, bucket.get(name).content) if entry.size <= LARGEST_LINK else None
-        if link is not None and (record is None or link.get("run") != record.run):
+        if entry.size <= LARGEST_LINK and (link := read_link(entry, bucket.get(name).content, record)):
             return check_name(link["target"])
     return None
 

@@ -155,7 +155,7 @@ def _read_snapshots(store: Snapshots, templates: Iterable[str], verify: bool) ->
             continue
         iteration, epoch = None, None
         if manifest is None:
-            size = sum(size or 0 for size in saved.sizes(Manifest(0, {}, {})).values())
+            size = sum(size or 0 for size in saved.sizes(Manifest(name, 0, {}, {})).values())
         else:
             about, iteration = manifest.about, manifest.iteration
             epoch = about["epoch"] if isinstance(about.get("epoch"), int) else None

@@ -67,8 +67,9 @@ class LateError(CorruptError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description of a snapshot: its iteration, its files with their checksums, and facts about it."""
+    """The description of a snapshot: its name, its iteration, its files with their checksums, and facts about it."""
 
+    name: str  # with which it was written; a copy may lie under another
     iteration: int
     files: Mapping[str, tuple[int, int]]  # size in bytes and CRC-32 by name
     about: Mapping[str, Any]  # anything else that was recorded, as plain JSON values
@@ -232,6 +233,7 @@ class Snapshots:
                 raise
             stamp = self.files.stamp(name)
             manifest = Manifest(
+                name,
                 iteration,
                 {check_name(file): result[:2] for file, result in written.items()},
                 {**(about or {}), **({} if stamp is None else {STAMP: stamp})},
@@ -264,10 +266,13 @@ class Snapshots:
         listed = [(name, manifest) for name, manifest in self.listing(states) if states[name] is not None]
         return [name for name, manifest in listed if manifest] + [name for name, manifest in listed if not manifest]
 
-    def listing(self, states: Mapping[str, Hashable | None] | None = None) -> list[tuple[str, Manifest | None]]:
+    def listing(
+        self, states: Mapping[str, Hashable | None] | None = None, *, copies: bool = True
+    ) -> list[tuple[str, Manifest | None]]:
         """Return all that may be snapshots with their manifests, those first whose manifest cannot be read.
 
-        Then comes the highest iteration, and so on down. Only manifests are read.
+        Then comes the highest iteration, and so on down. Only manifests are read. Without ``copies`` one that was written
+        under another name counts as one that cannot be read: a person has copied it, or it has replaced another.
         """
         states = self.files.states() if states is None else states
         if self.files.is_local:
@@ -276,7 +281,7 @@ class Snapshots:
             with ThreadPoolExecutor(_READERS) as pool:
                 summaries = list(pool.map(self._summary, states.keys(), states.values()))
         listed = [
-            (name, manifest)
+            (name, manifest if manifest is None or copies or manifest.name == name else None)
             for name, manifest in zip(states, summaries, strict=True)
             if manifest is None or self.files.admits(name, manifest.stamp, manifest.digest)
         ]
@@ -336,7 +341,8 @@ class Snapshots:
         def find_folder(name: str) -> tuple[bool, str | None]:
             saved = self.snapshot(name)
             try:
-                return True, saved.folder(saved.read_manifest())
+                manifest = saved.read_manifest()
+                return True, saved.folder(manifest) if manifest.name == saved.name else None
             except CorruptError as error:
                 return not isinstance(error, LateError), None
 
@@ -381,7 +387,9 @@ def find_newest(
             damaged.append(name)
             continue
         try:
-            store.snapshot(name).verify(content=False)
+            manifest = store.snapshot(name).verify(content=False)
+            if manifest.name != name:
+                raise CorruptError(f"its manifest is that of {manifest.name!r}")
         except RemoteError:  # of what is not seen nobody knows that it is damaged
             raise
         except (CorruptError, OSError) as error:
@@ -448,8 +456,8 @@ def _snapshot_at(files: base.Place, name: str) -> SavedSnapshot:
 
 def format_manifest(manifest: Manifest) -> bytes:
     """Return the text of a manifest, with its checksum."""
-    content: dict[str, Any] = {"format": FORMAT, "iteration": int(manifest.iteration), "files": dict(manifest.files)}
-    content |= {"about": dict(manifest.about), "parts": dict(manifest.parts)}
+    content: dict[str, Any] = {"format": FORMAT, "name": manifest.name, "iteration": int(manifest.iteration)}
+    content |= {"files": dict(manifest.files), "about": dict(manifest.about), "parts": dict(manifest.parts)}
     content |= {"folder": manifest.folder} if manifest.folder else {}
     content |= {"beside": list(manifest.beside)} if manifest.beside else {}
     body = json.dumps(content, indent=1).encode()
@@ -473,10 +481,12 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
             raise NewerFormat(
                 f"{place} is of a newer Chainring, which writes format {version!r:.40}; this one reads {FORMAT}: update it"
             )
-        iteration, files, about = (content[key] for key in ("iteration", "files", "about"))
+        name, iteration, files, about = (content[key] for key in ("name", "iteration", "files", "about"))
+        if type(name) is not str:
+            raise ValueError("its name is a text")
         if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
             raise ValueError('"iteration" is an integer, "files" and "about" are objects')
-        files = {check_name(name): (size, crc) for name, (size, crc) in files.items()}
+        files = {check_name(file): (size, crc) for file, (size, crc) in files.items()}
         if not all(type(value) is int for size_and_crc in files.values() for value in size_and_crc):
             raise ValueError("sizes and checksums are integers")
         parts, folder, beside = content.get("parts", {}), content.get("folder", ""), content.get("beside", [])
@@ -490,7 +500,7 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{place}/{MANIFEST} is not a manifest that this version reads: {error}") from error
-    return Manifest(iteration, files, about, parts, folder, tuple(beside), digest_of(text))
+    return Manifest(name, iteration, files, about, parts, folder, tuple(beside), digest_of(text))
 
 
 def explain_absence(place: Place) -> Exception:

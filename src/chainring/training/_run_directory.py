@@ -133,7 +133,7 @@ class RunDirectory:
     def find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return the names that runs have written, with the iteration of a snapshot (infinite if damaged), or ``None``."""
         patterns = {template: NamePattern(template) for template in templates}
-        manifests, links = dict(self._store.listing()), self._store.files.links()
+        manifests, links = dict(self._store.listing(copies=False)), self._store.files.links()
         iterations: dict[str, float | None] = {}
         present = {*os.listdir(self.path), *manifests, *links}
         names = sorted(name for name in present if not name.startswith(".") and name not in _ARCHIVES)

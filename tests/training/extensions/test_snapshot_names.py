@@ -58,8 +58,45 @@ def test_what_the_user_calls_like_a_snapshot_is_neither_removed_nor_loaded(tmp_p
     assert moved.is_dir() if is_directory else moved.read_text() == "mine"
 
 
+@pytest.mark.parametrize("filename", [AUTO, "best", lambda trainer: f"at{trainer.updater.iteration}"])
+def test_a_copy_under_another_name_is_the_users(tmp_path, filename):
+    """It is neither removed nor continued from, whichever iteration it has, and loads where it is asked for by its path."""
+    out = tmp_path / "result"
+    run(out, 3, (snapshot(filename, n_retains=1, autoload=True), EVERY))
+    (own,) = (path for path in out.glob("*3") if not path.is_symlink())
+    for name in ("mine", "a", "snapshot_iter_3_copy"):  # before and behind the others in the order of names
+        shutil.copytree(own, out / name)
+    own.rename(out / "renamed")
+    again = run(out, 5, (snapshot(filename, n_retains=1, autoload=True), EVERY), seed=4)
+    assert not again.is_resumed
+    kept = {"mine", "a", "snapshot_iter_3_copy", "renamed"}
+    assert kept <= set(names(out))
+    third = run(out, 6, (snapshot(filename, n_retains=1, autoload=True), EVERY), seed=4)
+    assert (third.is_resumed, kept <= set(names(out))) == (True, True)
+    for name in kept:
+        serializers.load(out / name, trainer_of(tmp_path / "x", 5))
+
+
+def test_a_snapshot_with_the_manifest_of_another_is_damaged(tmp_path):
+    """Of an earlier one, whole or alone, and of one of another series: it is named, and an older one continued."""
+    for number, whose in enumerate(("snapshot_iter_1", "snapshot_iter_2", "best_iter_3")):
+        for is_whole in (True, False):
+            out = tmp_path / f"{number}{is_whole}"
+            run(out, 3, (snapshot(AUTO, autoload=True), EVERY), (snapshot("best"), EVERY))
+            damaged = out / "snapshot_iter_3"
+            if is_whole:
+                shutil.rmtree(damaged)
+                shutil.copytree(out / whose, damaged)
+            else:
+                shutil.copy(out / whose / "manifest.json", damaged)
+            with pytest.warns(UserWarning, match=r"snapshot 'snapshot_iter_3' is skipped"):
+                trainer = run(out, 5, (snapshot(AUTO, autoload=True), EVERY), (snapshot("best"), EVERY), seed=4)
+            assert (trainer.is_resumed, trainer.updater.iteration) == (True, 5)
+            assert names(out / "abandoned/1") == ["best", "best_iter_3", "snapshot_iter_3"]
+
+
 def test_snapshots_of_other_series_are_neither_removed_nor_loaded(tmp_path):
-    """Each extension knows its own by the manifest, also where the name of another fits its pattern."""
+    """Each extension knows its own by the manifest; one that got a name of its pattern is named, and moved out of the way."""
     short, wide = "{.updater.iteration}", "s{.updater.iteration}"
 
     def both(out, stop, seed=0, **settings):
@@ -75,10 +112,13 @@ def test_snapshots_of_other_series_are_neither_removed_nor_loaded(tmp_path):
     )
     started = []
     trainer.extend(lambda trainer: started.append(trainer.updater.iteration))
-    with pytest.warns(UserWarning, match="different extensions"):
+    with (
+        pytest.warns(UserWarning, match="different extensions"),
+        pytest.warns(UserWarning, match="'9' is skipped: its manifest is that of 's4'"),
+    ):
         trainer.run()
     assert started == [5]
-    assert names(tmp_path) == ["5", "9", "s2"]
+    assert (names(tmp_path), names(tmp_path / "abandoned/1")) == (["5", "abandoned", "s2"], ["9"])
 
 
 def test_the_newest_is_that_of_the_highest_iteration_and_not_of_the_latest_time(tmp_path):

@@ -441,7 +441,7 @@ class Series:
             about[_TAKERS] = sorted(takers)
         checkpoint.commit(store, directory, iteration, about, self.comm)
         if self.known is not None:
-            self.known[directory] = Manifest(iteration, {}, about)
+            self.known[directory] = Manifest(directory, iteration, {}, about)
         if not is_linked:
             return
         if directory != name:
@@ -485,7 +485,7 @@ class Series:
         patterns = [NamePattern(template) for template in self.templates]
         return {
             name: manifest
-            for name, manifest in store.listing()
+            for name, manifest in store.listing(copies=False)
             if (manifest is None and any(pattern.match(name) for pattern in patterns))
             or (manifest is not None and manifest.about.get(_SERIES) == self.label and "error" not in manifest.about)
         }
