@@ -186,8 +186,10 @@ def check(url):
 
 
 def unfinished(url):
-    """The folders of files that belong to no snapshot; of one whose manifest is damaged, or that of another,
-    nobody knows which are its files."""
+    """The folders of files that belong to no snapshot.
+
+    Of one whose manifest is damaged, or that of another, nobody knows which are its files.
+    """
     store = open_store(url)
     keys = [entry.key for entry in store.files.bucket.list()]
     used, unknown = {f"{name}/{store.snapshot(name).read_manifest().folder}" for name in store.names()}, set()

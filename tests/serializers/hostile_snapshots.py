@@ -131,7 +131,9 @@ MANIFESTS = {
     "manifest names a file twice": {"files": json.dumps(RIGHT)[:-1] + f', "{STATE}": {list(RIGHT[STATE])}}}'},
     "manifest has files twice": {"about": '{}, "files": {}'},
     "manifest in UTF-16": {
-        "manifest": json.dumps({"format": 1, "name": "snapshot", "iteration": 3, "files": RIGHT, "about": {}}).encode("utf-16"),
+        "manifest": json.dumps(
+            {"format": 1, "name": "snapshot", "iteration": 3, "files": RIGHT, "about": {}}
+        ).encode("utf-16"),
     },
     "manifest of invalid UTF-8": {"about": '{"x": "?"}', "manifest": b'{"format": 1, "about": {"x": "\xff\xfe"}}'},
 }  # fmt: skip

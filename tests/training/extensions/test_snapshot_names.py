@@ -96,7 +96,7 @@ def test_a_snapshot_with_the_manifest_of_another_is_damaged(tmp_path):
 
 
 def test_snapshots_of_other_series_are_neither_removed_nor_loaded(tmp_path):
-    """Each extension knows its own by the manifest; one that got a name of its pattern is named, and moved out of the way."""
+    """Each extension knows its own by the manifest; one that got such a name is said, and moved out of the way."""
     short, wide = "{.updater.iteration}", "s{.updater.iteration}"
 
     def both(out, stop, seed=0, **settings):
