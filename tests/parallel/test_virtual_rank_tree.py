@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.virtual_ranks import Node, TreeSum, block_of, fold, nodes_of
+from chainring._distributed.virtual_ranks import Deal, Node, TreeSum, fold, nodes_of
 from rank_pair import on_two_ranks
 
 COUNTS = range(1, 17)
@@ -14,7 +14,7 @@ SHAPES = [(), (5,), (3, 2), (1,)]
 
 
 def blocks(size, count):
-    return [block_of(rank, size, count) for rank in range(size)]
+    return Deal.even(size, count).blocks
 
 
 def tree(leaves, add, start=0, width=None):
@@ -98,9 +98,9 @@ def summed(comm, counts):
     like = [torch.empty(shape) for shape in (*SHAPES, (4,))]
     found = []
     for count in counts:
-        block = block_of(comm.rank, comm.size, count)
-        total = TreeSum(block, count)
-        for leaf in block:
+        deal = Deal.even(comm.size, count)
+        total = TreeSum(deal, comm.rank)
+        for leaf in deal.block(comm.rank):
             total.add(leaves_of(count)[leaf])
         found.append(bits(total.finish(comm, like)))
     return found
@@ -117,7 +117,7 @@ def test_sum_of_two_ranks_is_that_of_the_tree_to_the_last_bit():
 
 
 def test_sums_of_several_dtypes_are_each_in_their_own():
-    total = TreeSum(range(3), 3)
+    total = TreeSum(Deal.even(1, 3), 0)
     for number in (1, 2, 2**40):
         total.add([torch.tensor(number), torch.tensor(0.1, dtype=torch.float64), torch.tensor(2.0**-number % 1).bfloat16()])
     integers, doubles, halves = total.finish(Communicator(), [])

@@ -1,4 +1,4 @@
-"""Virtual ranks: which of them a rank computes, and sums over them in one fixed binary tree, whichever rank has them.
+"""Virtual ranks: the deal of them among ranks, and sums over them in one fixed binary tree, whichever rank has them.
 
 The leaves of the tree are the virtual ranks 0 to count - 1, filled up to a power of two by leaves that are not there. A
 node is the sum of its left and its right half; where the right half has no leaf, it is the left half. So the order of the
@@ -9,7 +9,9 @@ most 2 * log2(count) whole nodes, and these are all that another rank has to kno
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -29,9 +31,38 @@ class Node(NamedTuple):
     position: int
 
 
-def block_of(rank: int, size: int, count: int) -> range:
-    """Return the virtual ranks, of ``count``, that rank ``rank`` of ``size`` computes."""
-    return range(rank * count // size, (rank + 1) * count // size)
+@dataclass(frozen=True)
+class Deal:
+    """Which rank computes which virtual ranks: rank r those from ``bounds[r]`` to ``bounds[r + 1] - 1``, at least one.
+
+    It may differ from one update to the next, and changes no bit of any.
+    """
+
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def even(cls, size: int, count: int) -> Deal:
+        """Return the one that gives ``size`` ranks equally many of ``count`` virtual ranks, as far as that goes."""
+        return cls(tuple(rank * count // size for rank in range(size + 1)))
+
+    @property
+    def count(self) -> int:
+        """The number of virtual ranks."""
+        return self.bounds[-1]
+
+    def block(self, rank: int) -> range:
+        """Return the virtual ranks of a rank."""
+        return range(self.bounds[rank], self.bounds[rank + 1])
+
+    @cached_property
+    def blocks(self) -> list[range]:
+        """The virtual ranks of each rank."""
+        return [range(first, end) for first, end in pairwise(self.bounds)]
+
+    @cached_property
+    def nodes(self) -> list[list[Node]]:
+        """The nodes of the tree that those of each rank add up to."""
+        return [nodes_of(block, self.count) for block in self.blocks]
 
 
 def fold(nodes: dict[Node, T], count: int, add: Callable[[T, T], T]) -> dict[Node, T]:
@@ -59,38 +90,32 @@ def nodes_of(block: range, count: int) -> list[Node]:
     return sorted(fold({Node(0, leaf): None for leaf in block}, count, lambda left, _: left))
 
 
-@lru_cache
-def _nodes_of_ranks(size: int, count: int) -> list[list[Node]]:
-    return [nodes_of(block_of(rank, size, count), count) for rank in range(size)]
-
-
 class TreeSum:
-    """The sum over a block of virtual ranks, of ``count``, whose lists of tensors are added in their order.
+    """The sum over the virtual ranks that a rank has of a deal, whose lists of tensors are added in their order.
 
     ``None`` stands for a tensor that a virtual rank does not have; it adds nothing. No more lists are held at once than the
     block has nodes, and one that is being added. The tensors that are added belong to the sum, which changes them.
     """
 
-    def __init__(self, block: range, count: int) -> None:
-        self.count = count
+    def __init__(self, deal: Deal, rank: int) -> None:
+        self.deal, self._rank = deal, rank
         self.nodes: dict[Node, list[Tensor | None]] = {}  # of the virtual ranks that were added
-        self._block = block
         self._added = 0
 
     @property
     def next_leaf(self) -> Node:
         """The leaf of the virtual rank that comes next."""
-        return Node(0, self._block[self._added])
+        return Node(0, self.deal.block(self._rank)[self._added])
 
     def add(self, leaf: Sequence[Tensor | None]) -> None:
         """Add what the next virtual rank of the block has."""
         self.nodes[self.next_leaf] = list(leaf)
         self._added += 1
-        self.nodes = fold(self.nodes, self.count, _add_lists)
+        self.nodes = fold(self.nodes, self.deal.count, _add_lists)
 
     def select(self, indices: Sequence[int], like: Sequence[Tensor]) -> TreeSum:
         """Return the sum of the tensors at these indices of each list; missing ones are zeros ``like`` these."""
-        selected = TreeSum(range(0), self.count)
+        selected = TreeSum(self.deal, self._rank)
         for node, tensors in self.nodes.items():
             selected.nodes[node] = [*_fill([tensors[index] for index in indices], like)]
         return selected
@@ -114,15 +139,15 @@ class TreeSum:
     def start_gather(self, comm: Communicator) -> Callable[[], Tensor]:
         """Start to sum over the virtual ranks of all ranks, each with a vector of a few numbers: all go to all at once."""
         nodes = [tensors[0] for _, tensors in sorted(self.nodes.items())]
-        blocks = _nodes_of_ranks(comm.size, self.count)
-        filling = [torch.zeros_like(nodes[0])] * (max(map(len, blocks)) - len(nodes))  # type: ignore[arg-type]
+        of_ranks = self.deal.nodes
+        filling = [torch.zeros_like(nodes[0])] * (max(map(len, of_ranks)) - len(nodes))  # type: ignore[arg-type]
         wait = comm.start_all_gather(torch.stack([*nodes, *filling]))  # type: ignore[list-item]
 
         def finish() -> Tensor:
             parts: dict[Node, Tensor] = {}
-            for block, values in zip(blocks, wait(), strict=True):
-                parts.update(zip(block, values, strict=False))
-            (total,) = fold(parts, self.count, Tensor.add_).values()
+            for of_rank, values in zip(of_ranks, wait(), strict=True):
+                parts.update(zip(of_rank, values, strict=False))
+            (total,) = fold(parts, self.deal.count, Tensor.add_).values()
             return total
 
         return finish
@@ -144,7 +169,7 @@ class Exchange:
         self.buckets = list(gradient_buckets(like))  # of indices in the lists
         self.started = 0  # of the buckets, how many
         self._comm, self._total, self._like = comm, total, like
-        self._nodes = _nodes_of_ranks(comm.size, total.count)
+        self._count, self._nodes = total.deal.count, total.deal.nodes
         # A sum of two is the same in either order, so that of two nodes needs no order of ours.
         self._adds_two = [len(nodes) for nodes in self._nodes] == [1, 1]
         self._sent: dict[int, Callable[[], list[Tensor]]] = {}  # by the number of the bucket
@@ -159,7 +184,7 @@ class Exchange:
             nodes[self._total.next_leaf] = list(leaf)
         like = [self._like[index] for index in indices]
         rows = {node: _flatten(tensors, like, self._comm.size) for node, tensors in nodes.items()}
-        remaining = sorted(fold(rows, self._total.count, Tensor.add_).items())
+        remaining = sorted(fold(rows, self._count, Tensor.add_).items())
         self.started += 1
         if self._adds_two and like[0].dtype in (torch.float32, torch.float64):  # which every library adds to the same bits
             self._summed[number] = self._comm.start_sum(remaining[0][1])
@@ -198,7 +223,7 @@ class Exchange:
             for nodes, values in zip(self._nodes, received, strict=True)
             for node, part in zip(nodes, values.view(len(nodes), -1), strict=True)
         }
-        (total,) = fold(parts, self._total.count, Tensor.add_).values()
+        (total,) = fold(parts, self._count, Tensor.add_).values()
         self._summed[number] = self._comm.start_all_gather(total)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from chainring._checks import is_integer
-from chainring._distributed.virtual_ranks import block_of
+from chainring._distributed.virtual_ranks import Deal
 from chainring._messages import warn
 from chainring._random import Indices
 from chainring.converters import Converter
@@ -87,7 +87,7 @@ class Iterator(Stateful):
     virtual_ranks: int | None = None
     serves_virtual_ranks: bool = False
     _batch_size_is_known: bool = True
-    _block: range | None = None  # of virtual ranks; None if the share is every size-th row
+    deal: Deal | None = None  # of virtual ranks; None if the share is every size-th row
 
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
@@ -143,7 +143,7 @@ class Iterator(Stateful):
             raise ValueError(f"a rank is from 0 to size - 1, got rank {rank} of {size}")
         self.check_share(size)
         self.rank, self.size, count = rank, size, self.virtual_ranks
-        self._block = None if count in (None, size) else block_of(rank, size, count or 1)
+        self.deal = None if count is None else Deal.even(size, count)
 
     def use_virtual_ranks(self, count: int) -> None:
         """Let `share`, which is called next, give this rank the rows of a block of virtual ranks.
@@ -159,10 +159,10 @@ class Iterator(Stateful):
 
     def rows_of_share(self, length: int, first: int = 0) -> slice | Indices:
         """Return which of ``length`` rows of a batch from ``first`` on are those of this rank, counted from ``first``."""
-        if self._block is None:
+        if self.deal is None or self.deal.count == self.size:
             return slice((self.rank - first) % self.size, None, self.size)
-        virtual = np.arange(first, first + length) % (self.virtual_ranks or 1)
-        return np.flatnonzero((virtual >= self._block.start) & (virtual < self._block.stop))
+        virtual, block = np.arange(first, first + length) % self.deal.count, self.deal.block(self.rank)
+        return np.flatnonzero((virtual >= block.start) & (virtual < block.stop))
 
     def take_share(self, batch: Batch) -> Batch:
         """Return the rows of this rank; without any, an example with weight 0, which keeps the rank in step.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from chainring import _random
-from chainring._distributed.virtual_ranks import block_of
+from chainring._distributed.virtual_ranks import Deal
 from chainring.serializers._loading import load
 from chainring.serializers._saving import save
 from chainring.testing.checks import require, require_epochs, require_equal, require_no_error
@@ -224,7 +224,7 @@ def _require_shares(trial: _Trial, count: int) -> None:
         remedy = "Return batch[self.rank::self.size]; where that is empty, one example in a Batch of weight 0"
         with trial.new_iterator() as iterator:
             if virtual_ranks is not None:
-                block = block_of(rank, size, virtual_ranks)
+                block = Deal.even(size, virtual_ranks).block(rank)
                 rows = f"the rows of virtual ranks {[*block]} of {virtual_ranks}"
                 rule = f"rank {rank} of {size} gets {rows}, and the same epochs"
                 remedy = "Return self.take_share(batch)"

@@ -14,7 +14,7 @@ from torch import nn
 from chainring import _random
 from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
-from chainring._distributed.virtual_ranks import block_of
+from chainring._distributed.virtual_ranks import Deal
 from chainring._messages import warn
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
@@ -292,7 +292,7 @@ class Evaluator(Extension):
                     versions[index] = buffer._version
             return result
 
-        block = block_of(comm.rank, comm.size, count)
+        block = Deal.even(comm.size, count).block(comm.rank)
         exchanges = comm.size > 1 and bool(WrappedModules(list(self._targets.values())).parameters)
         least = -(-count // comm.size) if exchanges else 0  # forwards of each batch
         metrics: dict[str, Any] = {}

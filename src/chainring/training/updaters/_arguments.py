@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_map_only
 from chainring._checks import find_call_error, is_integer
 from chainring._distributed.sharding import fsdp_modules, is_sharded, reshard
 from chainring._naming import parameter_names
+from chainring.converters import Converter
+from chainring.iterators.base import Iterator
 from chainring.iterators.loader import as_iterator
 from chainring.training.updaters.callbacks import UpdateCallbacks, list_parameters
 
@@ -88,6 +90,41 @@ def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, O
                 "a list: model={'main': ..., 'loose': torch.nn.ParameterList([parameter])}"
             )
     return optimizers
+
+
+def check_balance(balance: Any, count: int | None, models: Mapping[str, nn.Module], iterators: Mapping[str, Any]) -> None:
+    """Refuse a way to deal virtual ranks that is not known, or that this model and these iterators do not allow."""
+    if balance not in ("even", "speed"):
+        raise ValueError(f'balance is "even" or "speed", got {balance!r}')
+    if balance == "even":
+        return
+    if count is None:
+        raise ValueError(
+            'balance="speed" deals virtual ranks, and the bits of a run without them depend on which rank computes which '
+            "rows: give virtual_ranks too, a number of several for each rank"
+        )
+    if any(is_sharded(parameter) for model in models.values() for parameter in model.parameters()):
+        raise ValueError(
+            'with balance="speed" some ranks run more forwards than others, and in each forward of a model of fully_shard '
+            "all ranks take part: leave the model plain or wrap it in DistributedDataParallel, or leave balance out"
+        )
+    for name, iterator in iterators.items():
+        if not isinstance(iterator, Iterator):
+            raise ValueError(
+                f'with balance="speed" iterators return the rows of a deal that changes, which {type(iterator).__name__} '
+                f"{name!r} cannot; derive it from chainring.iterators.Iterator, or pass what it reads"
+            )
+
+
+def prepare_iterators(iterators: Mapping[str, Any], converter: Converter, count: int | None, size: int) -> None:
+    """Tell iterators their names, and who takes their batches; refuse those that cannot be shared."""
+    for name, source in iterators.items():
+        if isinstance(source, Iterator):
+            source.name = name
+            source.use_converter(converter)
+            if count is not None:
+                source.use_virtual_ranks(count)
+            source.check_share(size)
 
 
 def move(models: Iterable[nn.Module], device: torch.device | None, optimizers: Iterable[Optimizer]) -> None:

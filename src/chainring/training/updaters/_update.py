@@ -52,6 +52,7 @@ class Scheme:
     has_own_core: bool  # update_core is overridden: it may take several batches, and step several times
     precision: Precision
     wrapped: WrappedModules
+    balance: str = "even"  # how virtual ranks are dealt
     averaging: WeightedMean | None = None
     always_averages: bool = False  # over ranks or virtual ranks
     mean: WeightedMean | None = None  # `averaging` where an update is more than one micro-batch of one process

@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 
 from chainring import _random
 from chainring._distributed.sharding import shard_like, to_local
-from chainring._distributed.virtual_ranks import Exchange, TreeSum, absent_of, block_of
+from chainring._distributed.virtual_ranks import Deal, Exchange, TreeSum, absent_of
 from chainring._naming import unwrap
 from chainring.datasets._batches import Batch, count_examples, require_count, take_examples
 from chainring.reporting._metrics import uncounted
 from chainring.reporting.reporter import Reporter, current
 from chainring.serializers.protocol import own_states
+from chainring.training.updaters._balance import Balance
 from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._means import BucketedSum, list_trained, unstash
 from chainring.training.updaters._memory import Memory
@@ -135,23 +136,35 @@ class VirtualRanks:
 
     def __init__(self, scheme: Scheme, count: int, may_continue: bool) -> None:
         self.scheme, self.comm = proxy(scheme), scheme.updater.comm
-        self.count, self.block = count, block_of(self.comm.rank, self.comm.size, count)  # of all ranks, and of this one
+        self.deal = Deal.even(self.comm.size, count)
         self.seed: int | None = None
         self.may_continue = may_continue  # an update_core may continue after a step
         self._is_started = False
+
+    @property
+    def count(self) -> int:
+        """The number of virtual ranks of all ranks."""
+        return self.deal.count
+
+    @property
+    def block(self) -> range:
+        """The virtual ranks that this rank computes."""
+        return self.deal.block(self.comm.rank)
 
     def start(self) -> None:
         """Prepare for a run: all ranks take the seed of rank 0, if none was loaded."""
         if self.seed is None:
             self.seed = self.comm.broadcast_object(torch.initial_seed())
         self._is_started = True
+        self.deal = Deal.even(self.comm.size, self.count)
         models = list(self.scheme.models.values())
         self.sharded = ShardedGradients(models)
         self.parameters = [parameter for model in models for parameter in model.parameters()]
         device = next((parameter.device for parameter in self.parameters), torch.device("cpu"))
+        self.balance = Balance(self.comm, device, self.scheme.balance == "speed")
         self.statistics = RunningStatistics(self.scheme.models, self.count)
         self.watch = ChangeWatch(self.scheme, self.count)
-        self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, self.block, self.count, device))
+        self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, device))
         self.overlaps = not self.sharded  # gradients are sent while the last backward runs
         self.memory = Memory(models, self.parameters, self.scheme.updater.callbacks, self.comm.is_main)
         size = sum(parameter.nbytes for parameter in self.parameters if parameter.device.type == "cpu")
@@ -162,7 +175,12 @@ class VirtualRanks:
         """Compute an update; return its weight, on one rank only: all have what all have reported."""
         if not self._is_started:  # of an updater that no trainer has started
             self.scheme.updater.start()
+        self.balance.begin(self.deal)
         weight, pins = VirtualUpdate(self, update).run()
+        if (deal := self.balance.end(self.deal)) != self.deal:
+            self.deal = deal
+            for iterator in self.scheme.iterators.values():
+                iterator.deal = deal
         if self.comm.rank > 0:
             return 0
         update.pins = pins
@@ -192,11 +210,12 @@ class VirtualUpdate:
             part.epoch, part.epoch_detail = epochs
             self._parts.append(part)
         self._threads: _Threads | None = None
-        self._sums = defaultdict[int, TreeSum](partial(TreeSum, ranks.block, ranks.count))  # of the gradients of each step
+        # Of the gradients of each step.
+        self._sums = defaultdict[int, TreeSum](partial(TreeSum, ranks.deal, ranks.comm.rank))
         self._sending: tuple[Exchange, BucketedSum] | None = None
         self._result: tuple[Findings, Means] | None = None
         self._uncounted = ExitStack()
-        ranks.statistics.begin(ranks.block)
+        ranks.statistics.begin(ranks.deal, ranks.comm.rank)
         ranks.watch.begin()
         ranks.sharded.drop()
         main = self._scheme.iterators.get("main")
@@ -221,7 +240,8 @@ class VirtualUpdate:
             while running:
                 for part in list(running):
                     self._enter(part)
-                    has_ended = self.compute(part) if self._threads is None else self._threads.resume(part)
+                    with self._ranks.balance.computing():
+                        has_ended = self.compute(part) if self._threads is None else self._threads.resume(part)
                     self._leave(part)
                     if part.index % _BETWEEN == _BETWEEN - 1 and self._ranks.trim is not None:
                         # Where a gradient was and little things are now, glibc has no room for the next.
@@ -244,7 +264,9 @@ class VirtualUpdate:
             self._scheme.epochs = self._scheme.iterators.get("main", self._scheme.epochs)
         if self._result is None:
             self._check_other_ranks([names for names, _ in self._parts[0].steps], ends=True)
-            self._result = self._ranks.agreements[len(self._sums)].start(Findings(*self._end_parts()), self._counted_parts)()
+            self._result = self._ranks.agreements[len(self._sums)].start(
+                Findings(*self._end_parts()), self._counted_parts, self._ranks.deal
+            )()
         findings, means = self._result
         self._ranks.statistics.finish(self._ranks.comm, findings.changed, means.rows)
         for part in reversed(self._counted_parts):  # of values that have no mean, those of the first are kept
@@ -364,7 +386,8 @@ class VirtualUpdate:
         error = batch = None
         first_epoch = getattr(iterator, "epoch", 0)
         try:
-            batch = next(iterator)
+            with self._ranks.balance.paused():
+                batch = next(iterator)
         except StopIteration as end:
             error = end
         self._positions[name] = _position(iterator)
@@ -389,7 +412,8 @@ class VirtualUpdate:
             return ranks.sharded.backward()
         is_final = update.is_last and not self._scheme.updater.callbacks.backward_on_finish and not ranks.may_continue
         is_last = is_final and part is self._parts[-1] and part.rows and not update.is_empty and self._sending is None
-        if not is_last or not ranks.overlaps or ranks.comm.size == 1:
+        # Where the backward is measured, it does not wait for others.
+        if not is_last or not ranks.overlaps or ranks.comm.size == 1 or ranks.balance.span is not None:
             return nullcontext()
         self._sending = self._start_exchange(0, list_trained(self._scheme.optimizers.values()))
         return self._sending[1].sending()
@@ -448,7 +472,8 @@ class VirtualUpdate:
         generators, observation, token = _random.take_generators(), self._reporter.observation, meeting.set(None)
         self._ranks.watch.check()
         part.buffers = self._ranks.statistics.take(part.buffers)
-        self._step()
+        with self._ranks.balance.paused():
+            self._step()
         self._ranks.statistics.put(part.buffers)
         meeting.reset(token)
         _random.put_generators(generators)
@@ -503,7 +528,7 @@ class VirtualUpdate:
         findings = Findings(keys, changed, absent, sending.is_stale(leaf))  # of this rank
         if comm.size > 1:
             exchange.start_all(leaf)
-        wait = ranks.agreements[number].start(findings, counting, at_step=True)
+        wait = ranks.agreements[number].start(findings, counting, ranks.deal, at_step=True)
         gradients: Sequence[Tensor | None]
         if comm.size > 1:
             gradients = exchange.finish()

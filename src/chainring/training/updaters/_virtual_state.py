@@ -28,7 +28,7 @@ from chainring._distributed.sharding import (
     reshard,
     to_local,
 )
-from chainring._distributed.virtual_ranks import TreeSum
+from chainring._distributed.virtual_ranks import Deal, TreeSum
 from chainring._messages import warn
 from chainring._naming import unwrap
 from chainring._random import is_generator
@@ -69,7 +69,7 @@ class RunningStatistics:
         self._count = count
 
     @torch.no_grad()
-    def begin(self, block: range) -> None:
+    def begin(self, deal: Deal, rank: int) -> None:
         """Begin an update, with the buffers that there are now."""
         named = [(module._buffers, name) for module in self._owners for name in module._buffers]
         slot_of = {id(buffers[name]): (buffers, name) for buffers, name in named if buffers[name] is not None}
@@ -78,7 +78,7 @@ class RunningStatistics:
         self._absent = [(buffers, name) for buffers, name in named if buffers[name] is None]
         self._number = len(named)
         self._initial = [buffer.clone() for buffer in self._buffers]
-        self._sum = TreeSum(block, self._count)
+        self._sum = TreeSum(deal, rank)
         self.changed: set[int] = set()
 
     @torch.no_grad()
@@ -411,20 +411,20 @@ class Agreement:
     its own. A virtual rank without rows does not count, nor does one that has not reported a key for the mean of that key.
     """
 
-    def __init__(self, comm: Communicator, block: range, count: int, device: torch.device) -> None:
-        self._comm, self._block, self._count, self._device = comm, block, count, device
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._comm, self._device = comm, device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._last = self._agreed = Findings()  # of this rank, and of all
 
     def start(
-        self, findings: Findings, parts: Sequence[Part], at_step: bool = False
+        self, findings: Findings, parts: Sequence[Part], deal: Deal, at_step: bool = False
     ) -> Callable[[], tuple[Findings, Means]]:
         """Start to exchange findings and means with the other ranks; the returned function waits for them."""
         if self._comm.size == 1:
-            return lambda: (findings, self._start_means(parts, at_step, findings.keys)())
+            return lambda: (findings, self._start_means(parts, deal, at_step, findings.keys)())
         is_new, self._last = findings != self._last, findings
         wait_for_any = None if self._device.type == "cpu" else self._comm.start_max(int(is_new))
-        wait = self._start_means(parts, at_step, self._agreed.keys, is_new)
+        wait = self._start_means(parts, deal, at_step, self._agreed.keys, is_new)
 
         def finish() -> tuple[Findings, Means]:
             means = wait()
@@ -436,15 +436,15 @@ class Agreement:
                     tuple(sorted(set.intersection(*(set(rank.absent) for rank in ranks)))),
                     any(rank.is_stale for rank in ranks),
                 )
-                means = self._start_means(parts, at_step, self._agreed.keys)()
+                means = self._start_means(parts, deal, at_step, self._agreed.keys)()
             return self._agreed, means
 
         return finish
 
     def _start_means(
-        self, parts: Sequence[Part], at_step: bool, keys: Sequence[str], is_new: bool = False
+        self, parts: Sequence[Part], deal: Deal, at_step: bool, keys: Sequence[str], is_new: bool = False
     ) -> Callable[[], Means]:
-        total = TreeSum(self._block, self._count)
+        total = TreeSum(deal, self._comm.rank)
         step_count = len(parts[0].steps[-1][1]) if at_step else 0
         for part in parts:
             pairs = [_weighted(part.observation.get(key), part.weight) or (0, 0) for key in keys]

@@ -1,0 +1,126 @@
+"""Deals virtual ranks by the speed of the ranks, which is measured in some of the updates."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+
+from chainring._distributed.communicator import Communicator
+from chainring._distributed.virtual_ranks import Deal
+
+_WARM_UP = 2  # updates, in which much is compiled and allocated once
+_FIRST = 4  # of those after them are measured,
+_PERIOD = 8  # and then one in so many
+_KEPT = 3  # measurements, of which the median counts
+_GAIN = 0.05  # of the time of an update, for which it is dealt anew: noise gains less
+
+
+class Span:
+    """The times, on the host or on an accelerator, between which this rank has computed virtual ranks."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device, self._count = device, count
+        self._times: list[tuple[Any, Any]] = []
+        self._began: Any = None
+
+    def _now(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        """Compute from now on."""
+        self._began = self._now()
+
+    def pause(self) -> bool:
+        """Wait from now on; return whether this rank has computed."""
+        began, self._began = self._began, None
+        if began is not None:
+            self._times.append((began, self._now()))
+        return began is not None
+
+    def seconds(self) -> float | None:
+        """Return the time for one virtual rank; ``None`` if the device is not there yet, for which nobody waits."""
+        if self._device.type == "cpu":
+            return float(sum(end - began for began, end in self._times)) / self._count
+        if not all(end.query() for _, end in self._times):
+            return None
+        return float(sum(began.elapsed_time(end) for began, end in self._times)) / 1000 / self._count
+
+
+class Balance:
+    """Finds the deal in which the slowest rank is as fast as can be, if that is wanted and there are several ranks.
+
+    Attributes:
+        span: of the update, if it is measured, as it is on all ranks then.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, is_wanted: bool) -> None:
+        self._comm, self._device, self._is_wanted = comm, device, is_wanted and comm.size > 1
+        self.span: Span | None = None
+        self._last: Span | None = None  # of the update that was measured before
+        self._updates = 0
+        self._measured = deque[list[float]](maxlen=_KEPT)  # seconds for a virtual rank, by rank
+
+    def begin(self, deal: Deal) -> None:
+        """Begin an update."""
+        self._updates += self._is_wanted
+        since = self._updates - _WARM_UP
+        is_measured = 0 < since <= _FIRST or (since > 0 and since % _PERIOD == 0)
+        self.span = Span(self._device, len(deal.block(self._comm.rank))) if is_measured else None
+
+    @contextmanager
+    def computing(self) -> Generator[None]:
+        """Measure what runs in the context."""
+        if self.span is not None:
+            self.span.begin()
+        try:
+            yield
+        finally:
+            if self.span is not None:
+                self.span.pause()
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Leave out what runs in the context."""
+        has_computed = self.span is not None and self.span.pause()
+        yield
+        if self.span is not None and has_computed:
+            self.span.begin()
+
+    def end(self, deal: Deal) -> Deal:
+        """End an update that was computed by a deal; return the deal of the next one, the same on all ranks."""
+        if self.span is None:
+            return deal
+        # What an accelerator has measured last is not over yet.
+        span, self._last = (self.span if self._device.type == "cpu" else self._last), self.span
+        ranks = self._comm.gather_object(None if span is None else span.seconds())
+        if None in ranks:
+            return deal
+        self._measured.append(ranks)
+        if len(self._measured) < _KEPT:
+            return deal
+        seconds = [median(of_rank) for of_rank in zip(*self._measured, strict=True)]
+        better = fastest(seconds, deal.count)
+        return better if _slowest(better, seconds) < (1 - _GAIN) * _slowest(deal, seconds) else deal
+
+
+def fastest(seconds: Sequence[float], count: int) -> Deal:
+    """Return the deal of ``count`` virtual ranks whose slowest rank is fastest; each takes a rank ``seconds``."""
+    sizes = [1] * len(seconds)
+    for _ in range(count - len(sizes)):
+        sizes[min(range(len(sizes)), key=lambda rank: (sizes[rank] + 1) * seconds[rank])] += 1
+    return Deal((0, *accumulate(sizes)))
+
+
+def _slowest(deal: Deal, seconds: Sequence[float]) -> float:
+    return max(len(block) * each for block, each in zip(deal.blocks, seconds, strict=True))

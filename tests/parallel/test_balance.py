@@ -1,0 +1,139 @@
+"""Virtual ranks are dealt by the speed of the ranks: the slowest takes few, and no bit depends on it."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from chainring._distributed.virtual_ranks import Deal
+from chainring.datasets import TupleDataset
+from chainring.iterators import LoaderIterator, MultiprocessIterator, SerialIterator
+from chainring.training import StandardUpdater, Trainer, extensions
+from chainring.training.updaters._balance import fastest
+from rank_pair import on_ranks, on_two_ranks
+
+COUNT, ROWS, ITERATIONS = 8, 48, 30
+
+
+@pytest.mark.parametrize("seconds", [(1, 1), (1, 3), (3, 1), (1, 1, 2), (1, 100), (2, 3, 5, 7)])
+@pytest.mark.parametrize("count", [4, 7, 8])
+def test_no_other_deal_is_faster(seconds, count):
+    """Of all contiguous deals in which each rank has one or more."""
+
+    def slowest(deal):
+        return max(len(block) * each for block, each in zip(deal.blocks, seconds, strict=True))
+
+    cuts = itertools.combinations(range(1, count), len(seconds) - 1)
+    best = min(slowest(Deal((0, *bounds, count))) for bounds in cuts)
+    found = fastest(seconds, count)
+    assert slowest(found) == best
+    assert (found.count, min(map(len, found.blocks)) >= 1) == (count, True)
+
+
+class Slow(nn.Module):
+    """A model that takes a number of milliseconds for each call, and counts the calls."""
+
+    def __init__(self, milliseconds):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+        self.seconds, self.calls = milliseconds / 1000, []
+
+    def forward(self, x, t):
+        until = time.perf_counter() + self.seconds
+        while time.perf_counter() < until:
+            pass
+        self.calls.append(len(x))
+        return nn.functional.cross_entropy(self.net(x), t)
+
+
+class TwoSteps(StandardUpdater):
+    """An ``update_core`` that continues after a step, and takes two batches."""
+
+    def update_core(self):
+        for _ in range(2):
+            loss = self.get_model("main")(*self.next_batch())
+            self.backward(loss)
+            self.step()
+
+
+def train(comm, out, balance, milliseconds, kind="serial", cls=StandardUpdater, **settings):
+    """The calls in the last ten updates, and the bits of everything that the run has made."""
+    torch.manual_seed(3)
+    data = TupleDataset(torch.randn(ROWS, 5), torch.randint(0, 3, (ROWS,)))
+    iterators = {
+        "serial": lambda: SerialIterator(data, 16, seed=5),
+        "processes": lambda: MultiprocessIterator(data, 16, seed=5, n_processes=2),
+        "loader": lambda: LoaderIterator(torch.utils.data.DataLoader(data, 16)),
+    }
+    model = Slow(milliseconds[comm.rank])
+    optimizer = torch.optim.Adam(model.parameters())
+    updater = cls(iterators[kind](), optimizer, model, comm=comm, virtual_ranks=COUNT, balance=balance, **settings)
+    trainer = Trainer(updater, (ITERATIONS, "iteration"), out=str(out))
+    trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+    counts = []
+    trainer.extend(lambda trainer: counts.append(len(model.calls)), trigger=(1, "iteration"))
+    trainer.run()
+    rows = [
+        {key: value for key, value in row.items() if key != "elapsed_time"} for row in trainer.get_extension("LogReport").log
+    ]
+    tensors = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values())]
+    return counts[-1] - counts[-11], [value.numpy().tobytes() for value in tensors], rows if comm.rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("serial", {}),
+        ("serial", {"cls": TwoSteps}),
+        ("serial", {"accumulate": 2}),
+        ("processes", {}),
+        ("loader", {}),
+    ],
+    ids=["plain", "two steps", "accumulate", "processes", "loader"],
+)
+def test_a_slow_rank_computes_fewer_virtual_ranks_and_no_bit_differs(tmp_path, kind, settings):
+    """Of a rank that takes fifteen times as long, it has one of eight soon; parameters, moments and rows are the same."""
+    arguments = (kind, settings.pop("cls", StandardUpdater)), settings
+    even = on_two_ranks(_train, tmp_path / "even", "even", (0, 0), *arguments)
+    found = on_two_ranks(_train, tmp_path / "speed", "speed", (15, 1), *arguments)
+    updates = 10 * max(settings.get("accumulate", 1), 2 if arguments[0][1] is TwoSteps else 1)
+    assert [calls for calls, *_ in found] == [updates, (COUNT - 1) * updates]
+    assert [rest for _, *rest in found] == [rest for _, *rest in even]
+    assert [calls for calls, *_ in even] == [COUNT // 2 * updates] * 2
+
+
+def _train(comm, out, balance, milliseconds, kind_and_class, settings):
+    return train(comm, out, balance, milliseconds, *kind_and_class, **settings)
+
+
+def test_three_ranks_of_two_speeds_share_in_proportion(tmp_path):
+    """Of speeds 1 : 1 : 2 eight virtual ranks are dealt 2, 2, 4."""
+    found = on_ranks(3, train, tmp_path, "speed", (16, 16, 8))
+    assert [calls for calls, *_ in found] == [20, 20, 40]
+
+
+def test_equal_ranks_keep_the_even_deal(tmp_path):
+    assert [calls for calls, *_ in on_two_ranks(train, tmp_path, "speed", (8, 8))] == [40, 40]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"balance": "speed"}, "give virtual_ranks too"),
+        ({"balance": "fast", "virtual_ranks": 2}, '"even" or "speed", got \'fast\''),
+    ],
+)
+def test_a_deal_that_cannot_be_made_is_refused_at_construction(settings, words):
+    model = Slow(0)
+    with pytest.raises(ValueError, match=words):
+        StandardUpdater(None, torch.optim.SGD(model.parameters(), 0.1), model, **settings)
+
+
+def test_one_process_has_nothing_to_deal(tmp_path):
+    """The setting changes nothing there."""
+    from chainring._distributed.communicator import Communicator
+
+    speed, even = (train(Communicator(), tmp_path / way, way, (0,)) for way in ("speed", "even"))
+    assert speed[1:] == even[1:]
