@@ -1,17 +1,19 @@
 """Virtual ranks are dealt by the speed of the ranks: the slowest takes few, and no bit depends on it."""
 
 import itertools
+import random
 import time
 
 import pytest
 import torch
 from torch import nn
 
+from chainring._distributed.communicator import Communicator
 from chainring._distributed.virtual_ranks import Deal
 from chainring.datasets import TupleDataset
 from chainring.iterators import LoaderIterator, MultiprocessIterator, SerialIterator
 from chainring.training import StandardUpdater, Trainer, extensions
-from chainring.training.updaters._balance import fastest
+from chainring.training.updaters._balance import Balance, fastest
 from rank_pair import on_ranks, on_two_ranks
 
 COUNT, ROWS, ITERATIONS = 8, 48, 30
@@ -115,8 +117,46 @@ def test_three_ranks_of_two_speeds_share_in_proportion(tmp_path):
     assert (slow < fast, other < fast, slow + other + fast) == (True, True, 10 * COUNT)
 
 
-def test_equal_ranks_keep_the_even_deal(tmp_path):
-    assert [calls for calls, *_ in on_two_ranks(train, tmp_path, "speed", (20, 20))] == [40, 40]
+class Told(Communicator):
+    """Two ranks, of which each measurement is told: seconds for a virtual rank."""
+
+    size = 2
+
+    def __init__(self, measurements):
+        self.measurements = iter(measurements)
+
+    def gather_object(self, obj):
+        return list(next(self.measurements))
+
+
+def deals_of(measurements, updates, count=COUNT):
+    """The deals after each of so many updates."""
+    balance, deal, deals = Balance(Told(measurements), torch.device("cpu"), True), Deal.even(2, count), []
+    for _ in range(updates):
+        balance.begin(deal)
+        with balance.computing():
+            pass
+        deal = balance.end(deal)
+        deals.append(deal.bounds)
+    return deals
+
+
+def test_noise_and_single_delays_move_nothing():
+    """Times that differ by up to a fifth from measurement to measurement, and now and then tenfold."""
+    draw = random.Random(0)
+    noise = [[draw.uniform(0.9, 1.1), draw.uniform(0.9, 1.1)] for _ in range(200)]
+    for late in range(5, 200, 20):
+        noise[late][late % 2] *= 10
+    assert set(deals_of(noise, 1000)) == {(0, 4, 8)}
+
+
+def test_a_change_of_speed_is_followed_within_fifty_updates():
+    """Speeds of 1 : 3, and after a hundred updates of 3 : 1."""
+    changed = itertools.chain([[3, 1]] * 16, itertools.repeat([1, 3]))
+    deals = deals_of(changed, 150)
+    assert deals[:8].index((0, 2, 8)) < 8
+    assert deals[49] == deals[99] == (0, 2, 8)
+    assert deals[149] == (0, 6, 8)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +174,5 @@ def test_a_deal_that_cannot_be_made_is_refused_at_construction(settings, words):
 
 def test_one_process_has_nothing_to_deal(tmp_path):
     """The setting changes nothing there."""
-    from chainring._distributed.communicator import Communicator
-
     speed, even = (train(Communicator(), tmp_path / way, way, (0,)) for way in ("speed", "even"))
     assert speed[1:] == even[1:]
