@@ -247,6 +247,9 @@ class Comet:
 
     def check(self, place):
         own, earlier = place.own("comet_run.json", "key")
+        # A start that was killed before its record was there belongs to the run of the next.
+        for path in place.out.glob("previous/*/comet_run.json"):
+            earlier.update(json.loads(path.read_text())["archives"])
         files = [path for path in (place.out / "comet").glob("*.zip") if path.stem not in earlier]
         if [path.stem for path in files] != [own]:
             raise WrongEndError(f"there are the archives {files}, and its own is {own}; of runs before there are {earlier}")
