@@ -301,6 +301,7 @@ class MeshCommunicator(GroupCommunicator):
                 "by init_device_mesh, which numbers the ranks in order"
             )
         groups = [new_group(ranks=column) for column in columns]
+        world.barrier()  # a rank that refuses what comes next, and ends, would break the groups that others still form
         column_here = next(index for index, column in enumerate(columns) if world.rank in column)
         super().__init__(groups[column_here], world.waiting)
         self.local_rank, self.device = world.local_rank, world.device
