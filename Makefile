@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test compat device check lint wheel release browser docs migration libraries faults bench growth clean .faults .ranks
+.PHONY: help install demo test compat device check lint wheel release browser docs migration libraries faults bench growth clean .long .faults .ranks
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -40,8 +40,12 @@ LONG := $(addprefix tests/test_,black_box_page.py docs.py) tests/examples \
 
 TESTS := --numprocesses 3 --dist loadfile --ignore tests/migration --ignore tests/libraries $(addprefix --ignore ,$(LONG))
 
+# Thousands of tests write a run each and remove it: in memory, where 2 GB of it are free. The rest of CI writes to the disk.
+IN_MEMORY := $(shell free=$$(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1); \
+	if [[ -w /dev/shm && $${free:-0} -gt 2000000 ]]; then echo /dev/shm; fi)
+
 test: install  ## the tests a contributor runs
-	$(BIN)/python -m pytest $(TESTS)
+	PYTEST_DEBUG_TEMPROOT=$(IN_MEMORY) $(BIN)/python -m pytest --override-ini tmp_path_retention_policy=failed $(TESTS)
 
 # Where the environments are, and which: make compat ENVIRONMENTS=/tmp/compat TORCH="2.6 newest".
 ENVIRONMENTS ?= build/compat
@@ -59,12 +63,12 @@ device: install  ## tests on an accelerator that is not there, which is compiled
 	$(BIN)/python tests/device/run.py --device standin tests/device/test_stand_in.py
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, a device, faults, ranks, speed
-	$(MAKE) --jobs 2 --output-sync=target wheel lint browser $(VENV)/.chainer $(VENV)/.libraries
+	$(MAKE) --jobs 2 $(VENV)/.chainer $(VENV)/.libraries
+	$(MAKE) --jobs 2 --output-sync=target .long wheel lint libraries device .faults .ranks browser  # the longest first
+	$(BIN)/python benchmarks/gate.py  # with nothing beside it
+
+.long: $(VENV)/.chainer
 	$(MIGRATION) --numprocesses 3 --no-loadscope-reorder $(LONG) tests/migration  # a third, since most of them wait
-	$(LIBRARIES)
-	$(MAKE) device
-	$(MAKE) --jobs 2 --output-sync=target .faults .ranks
-	$(BIN)/python benchmarks/gate.py
 
 .faults: $(VENV)/.libraries  # of whose optimizers random programs are made
 	$(VENV)/libraries/bin/python tests/faults/run.py

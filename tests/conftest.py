@@ -1,10 +1,13 @@
 """What every test has: one thread, and generators that the test before it has not touched."""
 
 import gc
+import logging
 import multiprocessing
+import random
 import signal
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,7 +41,22 @@ def device(request):
 @pytest.fixture(autouse=True)
 def _repeatable():
     torch.set_num_threads(1)
-    chainring.deterministic(0)
+    if torch.accelerator.is_available():
+        chainring.deterministic(0)
+    else:  # the same, but PyTorch does not note the stack of each test for an accelerator to come
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def logged():
+    """The messages that are logged while a test runs, as pytest's ``caplog`` has them, which takes time in every test."""
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    yield messages
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture

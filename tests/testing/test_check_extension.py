@@ -136,7 +136,7 @@ def test_a_broken_one_does_not(broken, settings, said):
         check_extension(broken, **settings)
 
 
-def test_the_failures_on_purpose_are_not_logged(caplog):
+def test_the_failures_on_purpose_are_not_logged(logged):
     """What a trainer says when a run fails would look like a defect."""
     check_extension(Total)
-    assert caplog.records == []
+    assert logged == []

@@ -1,7 +1,6 @@
 """Two hundred trainers in one process, run, failed, rehearsed or only built: the process is as before."""
 
 import gc
-import logging
 import multiprocessing
 import os
 import signal
@@ -121,9 +120,8 @@ def left_since(before, seconds=10.0):
         threading.Event().wait(0.02)
 
 
-def test_two_hundred_trainers_leave_nothing_behind(tmp_path, caplog):
+def test_two_hundred_trainers_leave_nothing_behind(tmp_path):
     """No thread, open file, signal handler or worker process, and none of the trainers themselves."""
-    caplog.set_level(logging.CRITICAL, "chainring")  # pytest keeps what is logged, and with the errors all that failed
     uses(tmp_path / "first", range(12))  # what is loaded or started once in a process
     before = state_of_the_process()
     left = uses(tmp_path / "then", range(TRAINERS))
@@ -131,9 +129,8 @@ def test_two_hundred_trainers_leave_nothing_behind(tmp_path, caplog):
     assert {number // 3 for number, reference in enumerate(left) if reference() is not None} == set()
 
 
-def test_a_run_that_has_ended_holds_nothing(tmp_path, caplog):
+def test_a_run_that_has_ended_holds_nothing(tmp_path):
     """Its threads, files, handlers and workers go with the run, and not only with the trainer."""
-    caplog.set_level(logging.CRITICAL, "chainring")
     uses(tmp_path / "first", [0])
     before, trainers = state_of_the_process(), []
     for number in (0, 11, 22, 33, 53, 77):

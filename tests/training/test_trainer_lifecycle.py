@@ -1,7 +1,5 @@
 """The lifecycle of a run: initialize, on_error and finalize, with and without failures."""
 
-import logging
-
 import pytest
 from counting import CountingUpdater, a_trainer
 
@@ -173,13 +171,12 @@ def test_the_error_of_an_extension_says_whose_it_is(tmp_path):
     assert raised_by(trainer).__notes__ == ["raised in extension 'a' after iteration 1"]
 
 
-def test_the_error_is_logged_before_anything_is_finalized(tmp_path, caplog):
+def test_the_error_is_logged_before_anything_is_finalized(tmp_path, logged):
     """A finalizer may take long or hang, so the message comes first."""
     trainer, _ = witnessed(tmp_path, ValueError("first"))
     seen = []
-    trainer.extend(training.make_extension(finalizer=lambda: seen.extend(caplog.messages))(lambda trainer: None))
-    with caplog.at_level(logging.ERROR):
-        raised_by(trainer)
+    trainer.extend(training.make_extension(finalizer=lambda: seen.extend(logged))(lambda trainer: None))
+    raised_by(trainer)
     assert seen == ["training stops after iteration 2: ValueError: first"]
 
 
