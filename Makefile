@@ -63,8 +63,8 @@ device: install  ## tests on an accelerator that is not there, which is compiled
 	$(BIN)/python tests/device/run.py --device standin tests/device/test_stand_in.py
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, a device, faults, ranks, speed
-	$(MAKE) --jobs 2 $(VENV)/.chainer $(VENV)/.libraries
-	$(MAKE) --jobs 2 --output-sync=target .long wheel lint libraries device .faults .ranks browser  # the longest first
+	$(MAKE) --jobs 3 --output-sync=target $(VENV)/.chainer $(VENV)/.libraries wheel lint  # most of which downloads
+	$(MAKE) --jobs 2 --output-sync=target .long device .faults .ranks browser libraries  # the longest first
 	$(BIN)/python benchmarks/gate.py  # with nothing beside it
 
 .long: $(VENV)/.chainer
