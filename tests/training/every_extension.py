@@ -105,6 +105,7 @@ EXTENSIONS = {
     "PrintReport": alone(printed),
     "Profiler": alone(extensions.Profiler),
     "ProgressBar": alone(lambda: extensions.ProgressBar(update_interval=3, out=io.StringIO())),
+    "RankTimes": alone(lambda: extensions.RankTimes((3, "iteration"))),
     "Recorder": alone(lambda: extensions.Recorder((3, "iteration"))),
     "StepShift": shifting(extensions.StepShift, 0.5, 3),
     "SystemMetrics": alone(lambda: extensions.SystemMetrics((1, "iteration"))),

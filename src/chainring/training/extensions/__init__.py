@@ -11,6 +11,7 @@ from chainring.training.extensions.performance import Profiler, SystemMetrics, T
 from chainring.training.extensions.pictures import DumpGraph, PlotReport, dump_graph
 from chainring.training.extensions.print_report import PrintReport
 from chainring.training.extensions.progress_bar import ProgressBar
+from chainring.training.extensions.rank_times import RankTimes
 from chainring.training.extensions.recorder import Recorder
 from chainring.training.extensions.shifts import (
     ExponentialShift,
@@ -54,6 +55,7 @@ __all__ = [
     "PrintReport",
     "Profiler",
     "ProgressBar",
+    "RankTimes",
     "Recorder",
     "StepShift",
     "SystemMetrics",

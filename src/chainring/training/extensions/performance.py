@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from chainring._files import atomic_write, replace_file
 from chainring.reporting.reporter import report
-from chainring.training._entry import Entry, Observer
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.extensions._phases import PHASES, PhaseWatch
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.triggers.base import never
@@ -222,26 +221,12 @@ class SystemMetrics(_Measurement):
         return whole - times["idle"] - times.get("iowait", 0.0), whole
 
 
-_PHASES = ("data", "forward", "backward", "communication", "update", "loop")
 _TABLE = "profile.txt"
 _DATA = "profile.json"
 _TRACE = "profile_trace.json"
 
-_STAGES = {
-    "batch_on_finish": "data",
-    "forward_on_start": "data",
-    "forward_on_finish": "forward",
-    "backward_on_start": "forward",
-    "backward_on_finish": "backward",
-    "comm_on_start": "update",
-    "comm_on_finish": "communication",
-    "update_on_start": "update",
-    "update_on_finish": "update",
-}
-"""At each callback of an updater, the phase that has just ended."""
 
-
-class Profiler(Extension, Observer):
+class Profiler(PhaseWatch):
     """Measures how long each phase of an iteration takes, and writes ``profile.txt`` and ``profile.json`` when the run ends.
 
     The phases are ``data`` (fetching and converting a batch), ``forward``, ``backward``, ``communication`` between ranks,
@@ -272,88 +257,33 @@ class Profiler(Extension, Observer):
             raise TypeError(f"{rule}; got {trace!r}")
         if trace is not None and not 1 <= trace[0] <= trace[1]:
             raise ValueError(f"{rule}; got {trace!r}")
+        super().__init__()
         self.trigger = never
         self.writes = (_TABLE, _DATA) if trace is None else (_TABLE, _DATA, _TRACE)
         self._trace = trace
-        self._undo = ExitStack()  # what takes the measuring out of the trainer again
         self._out: Path | None = None
         self._recorder: Any = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self.seconds = dict.fromkeys(_PHASES, 0.0)
-        self.iterations = 0
-        self._last: float | None = None
-        self._has_stages = False  # True if callbacks have been called in this update
-        self._is_stepping = False  # True after the first step of this update
 
     def __call__(self, trainer: Trainer) -> None:
         """Do nothing: the profiler measures all the time, and its trigger never fires."""
 
     def initialize(self, trainer: Trainer) -> None:
-        self._reset()
+        self.seconds, self.iterations = dict.fromkeys(PHASES, 0.0), 0
         self._out = Path(trainer.out) if trainer.comm.is_main else None
-        updater: Any = trainer.updater
-        self._undo.callback(trainer.watch(self))
-        if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
-            for stage, phase in _STAGES.items():  # before the others when a stage finishes, after them when one starts
-                mark = functools.partial(self._mark_stage, stage, phase)
-                updater.callbacks.add(stage, mark, first=stage.endswith("finish"))
-                self._undo.callback(updater.callbacks.remove, stage, mark)
-        for optimizer in updater.get_all_optimizers().values():
-            self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-            self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._mark("update")).remove)
-        self.seconds |= {f"extension:{entry.name}": 0.0 for entry in trainer.entries if entry.extension is not self}
-        reporter, watch = trainer.reporter, self._watch
-        reporter.watchers += (watch,)
-        self._undo.callback(lambda: setattr(reporter, "watchers", tuple(f for f in reporter.watchers if f != watch)))
+        super().initialize(trainer)
 
     def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
-        self._has_stages = self._is_stepping = False
-        self._mark("loop")
+        super().around_update(trainer, functools.partial(self._trace_update, trainer.updater.iteration + 1, update))
+
+    def _trace_update(self, iteration: int, update: Callable[[], None]) -> None:
         if self._trace is not None:
-            iteration, (first, last) = trainer.updater.iteration + 1, self._trace
+            first, last = self._trace
             if self._recorder is None and first <= iteration <= last and self._out is not None:
                 self._recorder = torch.profiler.profile()
                 self._recorder.start()
             elif iteration > last:
                 self._end_trace()
         update()
-        self._mark("update")
-        self.iterations += 1
-
-    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
-        if entry.extension is self:
-            return
-        self._mark("loop")
-        try:
-            call()
-        finally:
-            self._mark(f"extension:{entry.name}")
-
-    around_observe = around_call
-
-    def _mark(self, phase: str) -> None:
-        """Count the time since the last mark as that of this phase."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self.seconds[phase] += now - self._last
-        self._last = now
-
-    def _mark_stage(self, stage: str, phase: str, context: UpdateContext) -> None:
-        # An update_core of one's own may fetch batches by next_batch, and do the rest in no stages.
-        self._has_stages = self._has_stages or stage != "batch_on_finish"
-        self._mark(phase)
-
-    def _watch(self, key: str, value: Any) -> None:
-        # Without stages, the loss that is reported with its graph is the end of the forward.
-        if not self._has_stages and isinstance(value, Tensor) and value.requires_grad:
-            self._mark("forward")
-
-    def _before_step(self, *_: Any) -> None:
-        # A step that calls the step of its base class comes here twice.
-        self._mark("update" if self._has_stages or self._is_stepping else "backward")
-        self._is_stepping = True
 
     def _end_trace(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -363,10 +293,7 @@ class Profiler(Extension, Observer):
                 recorder.export_chrome_trace(file.name)
 
     def finalize(self) -> None:
-        self._undo.close()
-        if self.iterations:
-            self._mark("loop")
-        self._last = None
+        super().finalize()
         self._end_trace()
         if self.iterations and self._out is not None:
             data = {"iterations": self.iterations, "seconds": self.seconds}

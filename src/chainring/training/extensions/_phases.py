@@ -1,0 +1,109 @@
+"""PhaseWatch: notes where the time of a run goes, at the callbacks of an update and around extensions."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from chainring.training._entry import Entry, Observer
+from chainring.training.extension import Extension
+from chainring.training.trainer import Trainer
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
+
+PHASES = ("data", "forward", "backward", "communication", "update", "loop")
+_STAGES = {
+    "batch_on_finish": "data",
+    "forward_on_start": "data",
+    "forward_on_finish": "forward",
+    "backward_on_start": "forward",
+    "backward_on_finish": "backward",
+    "comm_on_start": "update",
+    "comm_on_finish": "communication",
+    "update_on_start": "update",
+    "update_on_finish": "update",
+}
+"""At each callback of an updater, the phase that has just ended."""
+
+
+class PhaseWatch(Extension, Observer):
+    """Counts the seconds of each phase of the iterations on this rank, on the host.
+
+    Attributes:
+        seconds: the time of each phase.
+        iterations: the number of updates in it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.iterations = dict.fromkeys(PHASES, 0.0), 0
+        self._undo = ExitStack()  # what takes the measuring out of the trainer again
+        self._last: Any = None  # the time of the last mark
+        self._has_stages = False  # True if callbacks have been called in this update
+        self._is_stepping = False  # True after the first step of this update
+
+    def initialize(self, trainer: Trainer) -> None:
+        updater: Any = trainer.updater
+        self._undo.callback(trainer.watch(self))
+        if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
+            for stage, phase in _STAGES.items():  # before the others when a stage finishes, after them when one starts
+                mark = functools.partial(self._mark_stage, stage, phase)
+                updater.callbacks.add(stage, mark, first=stage.endswith("finish"))
+                self._undo.callback(updater.callbacks.remove, stage, mark)
+        for optimizer in updater.get_all_optimizers().values():
+            self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._mark("update")).remove)
+        self.seconds |= {f"extension:{entry.name}": 0.0 for entry in trainer.entries if entry.extension is not self}
+        reporter, watch = trainer.reporter, self._watch
+        reporter.watchers += (watch,)
+        self._undo.callback(lambda: setattr(reporter, "watchers", tuple(f for f in reporter.watchers if f != watch)))
+
+    def finalize(self) -> None:
+        self._undo.close()
+        if self.iterations:
+            self._mark("loop")
+        self._last = None
+
+    def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
+        self._has_stages = self._is_stepping = False
+        self._mark("loop")
+        update()
+        self._mark("update")
+        self.iterations += 1
+
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        self._mark("loop")
+        if entry.extension is self:  # which may wait for other ranks
+            call()
+            return
+        try:
+            call()
+        finally:
+            self._mark(f"extension:{entry.name}")
+
+    around_observe = around_call
+
+    def _mark(self, phase: str) -> None:
+        """Count the time since the last mark as that of this phase."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds[phase] += now - self._last
+        self._last = now
+
+    def _mark_stage(self, stage: str, phase: str, context: UpdateContext) -> None:
+        # An update_core of one's own may fetch batches by next_batch, and do the rest in no stages.
+        self._has_stages = self._has_stages or stage != "batch_on_finish"
+        self._mark(phase)
+
+    def _watch(self, key: str, value: Any) -> None:
+        # Without stages, the loss that is reported with its graph is the end of the forward.
+        if not self._has_stages and isinstance(value, Tensor) and value.requires_grad:
+            self._mark("forward")
+
+    def _before_step(self, *_: Any) -> None:
+        # A step that calls the step of its base class comes here twice.
+        self._mark("update" if self._has_stages or self._is_stepping else "backward")
+        self._is_stepping = True

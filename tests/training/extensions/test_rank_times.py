@@ -1,0 +1,122 @@
+"""RankTimes says where the time of each rank goes, and names the rank that the others wait for."""
+
+import contextlib
+import io
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from chainring.datasets import TupleDataset
+from chainring.iterators import SerialIterator
+from chainring.training import StandardUpdater, Trainer, extensions
+from rank_pair import on_ranks, on_two_ranks
+
+
+def spend(milliseconds):
+    until = time.perf_counter() + milliseconds / 1000
+    while time.perf_counter() < until:
+        pass
+
+
+class Data(TupleDataset):
+    def __init__(self, milliseconds, *arrays):
+        super().__init__(*arrays)
+        self.milliseconds = milliseconds
+
+    def __getitem__(self, index):
+        spend(self.milliseconds)
+        return super().__getitem__(index)
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, milliseconds):
+        ctx.milliseconds = milliseconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        spend(ctx.milliseconds)
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self, forward, backward):
+        super().__init__()
+        self.layer, self.spent = nn.Linear(3, 1), (forward, backward)
+
+    def forward(self, x):
+        spend(self.spent[0])
+        return Backward.apply(self.layer(x).square().mean(), self.spent[1])
+
+
+class Steps(torch.optim.SGD):
+    milliseconds = 0
+
+    def step(self, closure=None):
+        spend(self.milliseconds)
+        return super().step(closure)
+
+
+def train(comm, out, slow, virtual_ranks=None, everywhere=2):
+    """What was reported last, and what rank 0 has printed; each stage takes 2 ms, and that of the slow rank many."""
+    times = dict.fromkeys(("data", "forward", "backward", "step", "other"), everywhere)
+    if slow is not None and comm.rank == slow[0]:
+        times[slow[1]] = 60 if virtual_ranks is None else 40
+    torch.manual_seed(0)
+    model = Model(times["forward"], times["backward"])
+    optimizer = Steps(model.parameters(), 0.01)
+    optimizer.milliseconds = times["step"]
+    data = Data(times["data"] / 4, torch.randn(32, 3))
+    updater = StandardUpdater(SerialIterator(data, 4 * comm.size), optimizer, model, comm=comm, virtual_ranks=virtual_ranks)
+    trainer = Trainer(updater, (24, "iteration"), out=str(out))
+    trainer.extend(lambda trainer: spend(times["other"]), name="mine", trigger=(1, "iteration"))
+    rank_times = extensions.RankTimes(trigger=(12, "iteration"))
+    trainer.extend(rank_times)
+    trainer.extend(extensions.LogReport(trigger=(12, "iteration")))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        trainer.run()
+    return trainer.get_extension("LogReport").log[-1] if comm.is_main else {}, printed.getvalue(), rank_times.ranks
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 4])
+@pytest.mark.parametrize("stage", ["data", "forward", "backward", "step", "other"])
+def test_the_slow_rank_and_its_stage_are_named_and_not_who_waits(tmp_path, stage, virtual_ranks):
+    (row, printed, ranks), (_, nothing, same) = on_two_ranks(train, tmp_path, (1, stage), virtual_ranks)
+    assert row["rank_times/slowest"] == 1
+    assert row["rank_times/spread"] > 1.2
+    assert printed.count("others wait for it") == 1
+    assert "rank 1 (cpu of " in printed
+    assert f"most of it is {stage}, " in printed
+    assert (nothing, ranks) == ("", same)
+    waiting, busy = (seconds["waiting"] for seconds in ranks)
+    assert (waiting > busy, row["rank_times/waiting"] > 0.05) == (True, True)
+    assert row[f"rank_times/{stage}"] > 1.5 * ranks[0][stage]
+
+
+def test_a_slow_rank_of_three_is_compared_with_the_median(tmp_path):
+    (row, printed, _), *_ = on_ranks(3, train, tmp_path, (0, "forward"))
+    assert (row["rank_times/slowest"], "rank 0 (cpu of " in printed) == (0, True)
+
+
+def test_seconds_are_those_that_a_stage_takes(tmp_path):
+    """At least what is spent there, and all of them together no more than the time of an update."""
+    began = time.perf_counter()
+    (row, _, ranks), _ = on_two_ranks(train, tmp_path, None, None, 5)
+    elapsed = time.perf_counter() - began
+    for seconds in ranks:
+        assert all(seconds[stage] >= 0.005 for stage in ("data", "forward", "backward", "step", "other"))
+        assert 12 * sum(seconds.values()) < elapsed
+    assert row["rank_times/spread"] >= 1
+
+
+def test_one_process_has_nobody_to_wait_for(tmp_path):
+    from chainring._distributed.communicator import Communicator
+
+    row, printed, _ = train(Communicator(), tmp_path, None)
+    assert (row["rank_times/slowest"], row["rank_times/spread"]) == (0, 1)
+    assert row["rank_times/waiting"] < 0.05
+    assert "others wait" not in printed
