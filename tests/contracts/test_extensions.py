@@ -74,6 +74,7 @@ EXTENSIONS = {
     "PolynomialShift": lambda: extensions.PolynomialShift("lr", 2.0, 5),
     "PrintReport": lambda: extensions.PrintReport(["main/loss"], log_report=extensions.LogReport(trigger=EACH)),
     "Profiler": extensions.Profiler,
+    "RankTimes": extensions.RankTimes,
     "ProgressBar": lambda: extensions.ProgressBar(update_interval=1),
     "Recorder": lambda: extensions.Recorder(parameters=(2, "iteration")),
     "StepShift": lambda: extensions.StepShift("lr", 0.5, 2),
