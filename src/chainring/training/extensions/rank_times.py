@@ -19,7 +19,6 @@ from chainring.training.triggers import TriggerLike, get_trigger
 
 _SLOW = 1.2  # times the median of all ranks, beyond which a rank is named
 _STAGES = {"data": "data", "forward": "forward", "backward": "backward", "update": "step", "communication": "waiting"}
-_WARM_UP = 2  # updates, in which much is compiled and allocated once
 
 
 class RankTimes(PhaseWatch):
@@ -63,11 +62,8 @@ class RankTimes(PhaseWatch):
     def initialize(self, trainer: Trainer) -> None:
         parameters = (p for model in trainer.updater.get_all_models().values() for p in model.parameters())
         self._device = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
-        self._reset(-_WARM_UP)
+        self.seconds, self.iterations = dict.fromkeys(PHASES, 0.0), 0
         super().initialize(trainer)
-
-    def _reset(self, iterations: int = 0) -> None:
-        self.seconds, self.iterations = dict.fromkeys(self.seconds, 0.0), iterations
 
     def _mark(self, phase: str) -> None:
         if self._device is None:
@@ -80,16 +76,14 @@ class RankTimes(PhaseWatch):
                 _, began = self._events.popleft()
                 ended_phase, ended = self._events[0]
                 self.seconds[ended_phase] += began.elapsed_time(ended) / 1000
-        if self.iterations < 0:
-            self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     def __call__(self, trainer: Trainer) -> None:
-        if self.iterations <= 0:
+        if not self.iterations:
             return
         stages = {name: self.seconds[phase] / self.iterations for phase, name in _STAGES.items()}
         stages["other"] = sum(s for phase, s in self.seconds.items() if phase not in PHASES) / self.iterations
         gathered = trainer.comm.world.gather_object((stages, socket.gethostname(), str(trainer.comm.world.device)))
-        self._reset()
+        self.seconds, self.iterations = dict.fromkeys(self.seconds, 0.0), 0
         self.ranks = [stages for stages, _, _ in gathered]
         slowest, spread = _slowest(self.ranks)
         work = self.ranks[slowest]
