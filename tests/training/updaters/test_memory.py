@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,7 +103,7 @@ REFUSED = {
     "a buffer that was made": (make_a_buffer, "made or reshaped a buffer"),
     "a parameter that is changed": (change_a_parameter, "layer.weight has changed"),
     "a generator of one's own": (lambda model, x: torch.rand(1, generator=model.generator), "generator has changed"),
-    "a batch that is changed in place": (lambda model, x: x.mul_(0.5), "changes its batch in place"),
+    "a batch that is changed in place": (lambda model, x: x.mul_(0.5), "changed its batch in place"),
 }
 
 
@@ -140,7 +141,7 @@ CHANGES = {
 def test_what_an_update_core_changes_besides_tensors_is_refused_where_memory_runs_out(kind):
     """Nobody has a copy of it from before, so the virtual rank would be computed with other settings."""
     change, said = CHANGES[kind]
-    calls, model = itertools.count(1), torch.nn.Linear(2, 1)
+    plan, model = Plan("first", 2), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.turns, model.seen, model.total = 0, [], torch.zeros(1)
 
@@ -148,8 +149,7 @@ def test_what_an_update_core_changes_besides_tensors_is_refused_where_memory_run
         def update_core(self):
             (x,) = self.next_batch()
             change(self.get_model("main"), self.get_optimizer("main"))
-            if next(calls) == 2:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+            plan.passes("first")
             self.backward(model(x).square().mean())
             self.step()
 
@@ -159,6 +159,155 @@ def test_what_an_update_core_changes_besides_tensors_is_refused_where_memory_run
     with pytest.raises(torch.OutOfMemoryError) as caught:
         updater.update()
     assert said in "".join(caught.value.__notes__)
+
+
+NOISE = itertools.cycle([1.0, 2.0])
+
+
+def scaled_by(noise):
+    return lambda model, x: model(x).square().mean() * next(noise)
+
+
+def counted():
+    turns = 0
+
+    def loss(model, x):
+        nonlocal turns
+        turns += 1
+        return model(x).square().mean() * turns
+
+    return loss
+
+
+def scale_by_assignment(model, x):
+    model.layer.weight.data = model.layer.weight.data * 2
+    return model(x).square().mean()
+
+
+def acting(act):
+    """A loss that acts on the layer of the model or on the inputs first."""
+    return lambda model, x: (act(model.layer, x), model(x).square().mean())[1]
+
+
+STATE = {"turns": 0}
+UNSEEN = {  # a loss, and how what it changes is named
+    "the data of a parameter": (lambda: acting(lambda layer, x: layer.weight.data.mul_(2)), "layer.weight"),
+    "the data of a parameter, replaced": (lambda: scale_by_assignment, "layer.weight"),
+    "a parameter through NumPy": (
+        lambda: acting(lambda layer, x: np.multiply(array := layer.weight.detach().numpy(), 2, out=array)),
+        "layer.weight",
+    ),
+    "the data of a tensor in an attribute": (lambda: acting(lambda layer, x: layer.total.data.add_(1)), "layer.total"),
+    "an array in an attribute": (lambda: acting(lambda layer, x: np.add(layer.array, 1, out=layer.array)), "layer.array"),
+    "a number in a list": (lambda: acting(lambda layer, x: layer.seen.__setitem__(0, layer.seen[0] + 1)), "layer.seen"),
+    "a number of a global dict": (
+        lambda: acting(lambda layer, x: STATE.update(turns=STATE["turns"] + 1)),
+        "STATE.turns",
+    ),
+    "a variable outside of the loss": (counted, "loss_func.turns"),
+    "an iterator in the closure": (lambda: scaled_by(iter([1.0, 2.0, 3.0, 4.0])), "loss_func.noise"),
+    "a generator in the closure": (lambda: scaled_by(1.0 * n for n in range(9)), "loss_func.noise"),
+    "an iterator in an argument": (
+        lambda: functools.partial(lambda model, x, noise: model(x).mean() * next(noise), noise=map(float, range(9))),
+        "loss_func.noise",
+    ),
+    "a global iterator": (lambda: lambda model, x: model(x).square().mean() * next(NOISE), "loss_func.NOISE"),
+    "the data of the batch": (lambda: acting(lambda layer, x: x.data.mul_(2)), "its batch in place"),
+    "what has a gradient in the batch": (
+        lambda: lambda model, x: model(x.requires_grad_()).square().mean() * (1.0 if x.grad is None else 2.0),
+        "the gradient of value",
+    ),
+    "the batch through NumPy": (
+        lambda: acting(lambda layer, x: np.multiply(array := x.numpy(), 2, out=array)),
+        "its batch in place",
+    ),
+}
+
+
+def out_of_memory_once(loss, is_own=False, call=2):
+    """The updater that computes it, with a model in which memory runs out in a call."""
+    model, plan = torch.nn.Module(), Plan("first", call)
+    model.layer = torch.nn.Linear(2, 1)
+    model.layer.total, model.layer.array, model.layer.seen = torch.zeros(1), np.zeros(1), [0]
+
+    def forward(x):
+        plan.passes("first")
+        return model.layer(x)
+
+    model.forward = forward
+
+    class Own(training.StandardUpdater):
+        def update_core(self):
+            self.backward(loss(self.get_model("main"), *self.next_batch()))
+            self.step()
+
+    settings = {} if is_own else {"loss_func": loss}
+    updater_class = Own if is_own else training.StandardUpdater
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updater = updater_class([(torch.ones(4, 2),)] * 4, optimizer, model, virtual_ranks=1, **settings)
+    updater.start()
+    return updater
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["default", "update_core"])
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_what_a_forward_changes_without_a_count_of_it_is_refused_where_memory_runs_out(kind, is_own):
+    """Data, arrays, variables and iterators have no version: they are compared where a virtual rank is computed again."""
+    make, said = UNSEEN[kind]
+    updater = out_of_memory_once(make(), is_own)
+    updater.update()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        updater.update()
+    assert f"{said.rpartition('.')[2]}" in "".join(caught.value.__notes__)
+
+
+HARMLESS = {
+    "weights that are clamped": acting(lambda layer, x: layer.weight.data.clamp_(-0.1, 0.1)),
+    "another tensor in an attribute": acting(lambda layer, x: setattr(layer, "last", x * 2)),
+    "a constant in the closure": acting(lambda layer, x: STATE["turns"] + next(iter([1, 2]))),
+}
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["default", "update_core"])
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_has_the_same_effect_twice_is_computed_again(kind, is_own):
+    ends = []
+    for call in (0, 2):
+        torch.manual_seed(0)
+        updater = out_of_memory_once(HARMLESS[kind], is_own, call)
+        for _ in range(3):
+            updater.update()
+        ends.append(updater.get_model("main").layer.weight.detach().clone())
+    assert torch.equal(*ends)
+
+
+def wrap(raise_it):
+    """Raise an error because of that of a function."""
+    try:
+        raise_it()
+    except Exception as error:
+        raise RuntimeError("the model has failed") from error
+
+
+def wrap_without_saying_so(raise_it):
+    try:
+        raise_it()
+    except Exception:
+        raise ValueError("the model has failed")  # noqa: B904
+
+
+@pytest.mark.parametrize("wrapper", [wrap, wrap_without_saying_so, lambda raise_it: wrap(lambda: wrap(raise_it))])
+@pytest.mark.parametrize("kind", range(3))
+def test_an_error_that_comes_of_memory_is_taken_as_that(kind, wrapper):
+    """A model may wrap it, several times, in an error of its own."""
+
+    class Wrapping(Plan):
+        def passes(self, stage):
+            wrapper(functools.partial(super().passes, stage))
+
+    found = trained(None, Wrapping("first", 4, kind=kind))
+    assert_same_bits(found, expected())
+    assert "hint: this machine has " in trained(None, Wrapping("first", 4, times=3, kind=kind))
 
 
 def test_other_errors_are_raised_as_they_are():

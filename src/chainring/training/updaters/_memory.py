@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sized
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from chainring._callables import is_taken_apart, references
+from chainring._distributed.digests import sums_of
+from chainring._distributed.sharding import to_local
 from chainring._messages import info, warn
 from chainring.datasets._batches import Batch
 from chainring.reporting._metrics import list_metrics, remember
-from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, taken_back
+from chainring.training.updaters._virtual_state import OWN_ATTRIBUTES, ChangeWatch
+from chainring.training.updaters.callbacks import taken_back
 
 if TYPE_CHECKING:
     from chainring.training.updaters._virtual import Part
 
 _TEXTS = re.compile(r"out of memory|(can't|cannot) allocate memory|not enough memory|ALLOC_FAILED", re.IGNORECASE)
 _NEVER = sys.maxsize
+_MAX_DEPTH = 6
+_OF_A_MODULE = ("_parameters", "_buffers", "_modules")  # looked at by themselves
 _ALIGNED = 64  # elements; kernels ask for less
 LESS = (
     'a smaller batch with accumulate=k, more virtual_ranks, precision="bf16", torch.utils.checkpoint in the model, and '
@@ -33,9 +43,21 @@ LESS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an error by which PyTorch, NumPy or Python says that memory has run out, on any device."""
-    is_one = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_one or (isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None)
+    """Return True for an error by which PyTorch, NumPy or Python says that memory has run out, or that comes of one."""
+    return any(
+        isinstance(cause, (torch.OutOfMemoryError, MemoryError))
+        or (isinstance(cause, RuntimeError) and _TEXTS.search(str(cause)) is not None)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """Return an error and those of which it comes, as a traceback shows them."""
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return causes
 
 
 class Memory:
@@ -45,11 +67,8 @@ class Memory:
     updates that need their saved tensors on the host are those of as many numbers as the smallest that has needed it.
     """
 
-    def __init__(
-        self, models: Iterable[Any], parameters: Iterable[Tensor], callbacks: UpdateCallbacks, is_main: bool
-    ) -> None:
-        self._metrics = list_metrics(models)
-        self._parameters, self._callbacks = list(parameters), callbacks
+    def __init__(self, models: Iterable[Any], parameters: Iterable[Tensor], watch: ChangeWatch, is_main: bool) -> None:
+        self._metrics, self._parameters, self._watch = list_metrics(models), list(parameters), watch
         self._say = info if is_main else warn
         self._least = _NEVER  # numbers in the batches of an update that needs the host
         self._has_freed = False
@@ -58,60 +77,73 @@ class Memory:
         """Compute a virtual rank, at most three times.
 
         Raises:
-            RuntimeError, MemoryError: memory has run out again, or in what cannot be repeated with the same bits.
+            Exception: memory has run out again, or in what cannot be repeated with the same bits.
         """
         epochs, has_freed, error = (part.epoch, part.epoch_detail), False, None
         on_host = self._least < _NEVER and _numbers_in(part.list_batches(), _NEVER) >= self._least
         put_back_metrics = remember(self._metrics) if self._metrics else _do_nothing
-        given: Any = nullcontext()  # where nothing has failed
         while True:
             undo: list[Callable[[], Any]] = []
             token = taken_back.set(undo)
             try:
-                with given, saved_on_host(self._parameters) if on_host else nullcontext():
+                with saved_on_host(self._parameters) if on_host else nullcontext():
                     part.whole.compute_once(part)
                 break
-            except (RuntimeError, MemoryError) as failure:
-                if not is_out_of_memory(failure) or not self._may_retry(failure, part, has_freed, on_host):
+            except Exception as failure:
+                if (
+                    failure is error
+                    or not is_out_of_memory(failure)
+                    or not self._may_retry(failure, part, has_freed, on_host)
+                ):
                     raise
-                error = failure.with_traceback(None)  # whose frames keep what the forward has computed
-                error.__context__ = error.__cause__ = None
+                error = failure
+                for cause in _causes(failure):
+                    cause.__traceback__ = None  # whose frames keep what the forward has computed
             finally:
                 taken_back.reset(token)
             on_host, has_freed = on_host or has_freed, True
             for function in reversed(undo):
                 function()
             part.restart(epochs, put_back_metrics)
-            before = self._settings_of(part)
             put_back_metrics = remember(self._metrics) if self._metrics else _do_nothing
             _free_caches(self._parameters)
-            given = _GivenBatches(self._callbacks)
+            leaves = [leaf for batch in part.list_batches() for leaf in _leaves(batch)]
+            before = self._settings_of(part, leaves)
+            self._watch.compare_values(partial(_refuse, part, error))
         if error is not None:
-            if given.have_changed(part.list_batches()):
-                error.add_note(f"{_name(part)} is not computed again, since it changes its batch in place")
-                raise error
-            if (name := _first_difference(before, self._settings_of(part))) is not None:
-                error.add_note(f"{_name(part)} is not computed again, since it changes {name}, of which nobody has a copy")
-                raise error
+            self._watch.check()
+            if (name := _first_difference(before, self._settings_of(part, leaves))) is not None:
+                _refuse(part, error, name)
             self._tell(part, on_host)
 
-    def _settings_of(self, part: Part) -> dict[Any, Any]:
-        """Return what a virtual rank may change besides tensors: settings, modes, hooks, and attributes that are plain.
+    def _settings_of(self, part: Part, leaves: list[Any]) -> dict[str, Any]:
+        """Return what a virtual rank may change besides parameters: settings, attributes, variables, and its batches.
 
         They are compared around the last try, and not around the first, so that nothing is paid where memory suffices: what
         the last try has changed, the ones before it may have changed too.
         """
-        scheme, settings = part.update.scheme, dict[Any, Any]()
+        scheme, known = part.update.scheme, set[int]()
+        for metric in self._metrics:
+            known |= set(map(id, metric.modules() if isinstance(metric, nn.Module) else [metric]))
+        updater = {name: item for name, item in vars(scheme.updater).items() if name not in OWN_ATTRIBUTES}
+        values: list[tuple[str, Mapping[str, Any]]] = []
+        for index, leaf in enumerate(leaves):
+            gradient = leaf.grad if isinstance(leaf, Tensor) and leaf.is_leaf else None
+            sums = None if gradient is None else sums_of([gradient])
+            fields = leaf if isinstance(leaf, (Tensor, np.ndarray)) else getattr(leaf, "__dict__", leaf)
+            values.append(("", {f"its batch in place, value {index}": fields, f"the gradient of value {index} of it": sums}))
+        values += [("updater", updater), ("", {"update_core": scheme.updater.update_core})]
         for name, optimizer in scheme.optimizers.items():
-            for index, group in enumerate(optimizer.param_groups):
-                settings |= _plain(f"optimizer {name!r}, group {index}, ", group)
-        counted = {id(module) for metric in self._metrics if isinstance(metric, nn.Module) for module in metric.modules()}
+            groups = enumerate(optimizer.param_groups)
+            values += [(f"optimizer {name!r}, group {index}, ", {**group, "params": None}) for index, group in groups]
         for label, model in scheme.models.items():
-            settings[f"requires_grad of model {label!r}"] = [parameter.requires_grad for parameter in model.parameters()]
+            flags = [parameter.requires_grad for parameter in model.parameters()]
+            values.append(("", {f"requires_grad of model {label!r}": flags}))
             for path, module in model.named_modules(prefix=label):
-                if id(module) not in counted:
-                    settings |= _plain(f"{path}.", vars(module))
-        return settings | _plain("updater.", vars(scheme.updater))
+                if id(module) not in known:
+                    values += [(path, vars(module)), ("", {f"{path}.forward": module.forward})]
+        known |= set(map(id, [scheme.updater, *scheme.iterators.values()]))
+        return {key: state for path, inside in values for key, state in _plain(path, inside, known).items()}
 
     def _may_retry(self, failure: BaseException, part: Part, has_freed: bool, on_host: bool) -> bool:
         """Return whether a virtual rank that has failed is computed again; a note of the error says why not."""
@@ -136,23 +168,61 @@ class Memory:
             self._say(f"{again}, after caches were freed; this is said once")
 
 
-def _plain(path: str, attributes: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the values of numbers, texts and flags, the versions of tensors, and the lengths of others, by name."""
-    values: dict[Any, Any] = {}
-    for name, value in attributes.items():
-        if isinstance(value, (bool, int, float, str, type(None))):
-            values[path + name] = value
+def _plain(path: str, values: Mapping[str, Any], known: Set[int], depth: int = 0) -> dict[Any, Any]:
+    """Return what shows a change of values, by name: of their numbers, texts and flags, at any depth, and of tensors.
+
+    Of others the lengths. What a function refers to is looked into, and where an iterator is, as far as that can be known.
+    """
+    plain: dict[Any, Any] = {}
+    for name, value in values.items():
+        key, inside = f"{path}.{name}".strip("."), dict[str, Any]()
+        if id(value) in known or depth > _MAX_DEPTH:
+            continue
+        if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+            plain[key] = value
         elif isinstance(value, Tensor):
-            values[path + name, id(value)] = value._version
+            is_summed = value.layout is torch.strided and not value.is_quantized
+            sums = sums_of([to_local(value.detach())]) if is_summed else None
+            plain[key] = _State(weakref.ref(value), (None if value.is_inference() else value._version, sums))
+        elif isinstance(value, np.ndarray):
+            plain[key] = _State(weakref.ref(value), value.tobytes())
+        elif isinstance(value, Iterator):
+            left = operator.length_hint(value, -1)
+            plain[key] = object() if left < 0 else left  # an object is equal to no other
+        elif is_taken_apart(value):
+            inside = {label: item for _, label, item in references(value)}
         elif isinstance(value, Sized) and not isinstance(value, nn.Module):
-            values[path + name] = len(value)
-    return values
+            with suppress(Exception):
+                plain[key] = len(value)
+            if isinstance(value, (dict, list, tuple, deque)) and name not in _OF_A_MODULE:
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                inside = {str(index): item for index, item in items}
+        if inside:
+            plain |= _plain(key, inside, known | {id(value)}, depth + 1)
+    return plain
 
 
-def _first_difference(before: dict[Any, Any], after: dict[Any, Any]) -> str | None:
-    """Return the name of what differs; a tensor that was replaced by another is a result."""
-    changed = (key for key in before.keys() & after.keys() if before[key] != after[key])
-    return next((key if isinstance(key, str) else key[0] for key in changed), None)
+class _State(NamedTuple):
+    """What shows whether a tensor or an array is changed in place; another one in its place is a result."""
+
+    ref: weakref.ref[Any]
+    content: Any
+
+
+def _first_difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Return the name of what differs."""
+    for name, first in before.items():
+        last = after.get(name, first)
+        is_replaced = _State in (type(first), type(last)) and getattr(first, "ref", None) is not getattr(last, "ref", None)
+        if not is_replaced and first is not last and first != last:
+            return name
+    return None
+
+
+def _refuse(part: Part, error: Exception, name: str) -> NoReturn:
+    """Raise the error from before a virtual rank was computed again, since it has changed something."""
+    error.add_note(f"{_name(part)} is not computed again, since it may have changed {name}, of which nobody has a copy")
+    raise error
 
 
 def _name(part: Part) -> str:
@@ -170,33 +240,6 @@ def _do_nothing() -> None:
     pass
 
 
-class _GivenBatches:
-    """The converted batches of a virtual rank that is computed again."""
-
-    def __init__(self, callbacks: UpdateCallbacks) -> None:
-        self._callbacks = callbacks
-        self._tensors: list[tuple[Tensor, bool]] = []  # and whether it had a gradient
-
-    def __enter__(self) -> None:
-        self._callbacks.add("batch_on_finish", self._note, first=True)
-
-    def __exit__(self, *error: object) -> None:
-        self._callbacks.remove("batch_on_finish", self._note)
-
-    def _note(self, context: UpdateContext) -> None:
-        tensors = [leaf for leaf in tree_leaves(context.batch) if isinstance(leaf, Tensor)]
-        self._tensors += [(tensor, tensor.is_leaf and tensor.grad is not None) for tensor in tensors]
-
-    def have_changed(self, batches: list[Any]) -> bool:
-        """Return True if one has changed that shares its memory with a batch of the iterator, which then has changed too."""
-        spans = [span for batch in batches for span in map(_span_of, _leaves(batch)) if span is not None]
-        for tensor, has_gradient in self._tensors:
-            start, _ = (tensor._version > 0 and _span_of(tensor)) or (-1, 0)
-            if has_gradient or any(first <= start < end for first, end in spans):
-                return True
-        return False
-
-
 def _leaves(batch: Any) -> list[Any]:
     """Return the arrays and numbers of a batch as it comes from an iterator."""
     if isinstance(batch, Batch):
@@ -209,17 +252,6 @@ def _numbers_in(batches: list[Any], unknown: int) -> int:
     leaves = [leaf for batch in batches for leaf in _leaves(batch)]
     sizes = (leaf.numel() if isinstance(leaf, Tensor) else getattr(leaf, "size", 1) for leaf in leaves)
     return sum(size if isinstance(size, int) else 1 for size in sizes) if leaves else unknown
-
-
-def _span_of(leaf: Any) -> tuple[int, int] | None:
-    """Return the addresses of the memory of a tensor or an array."""
-    if isinstance(leaf, np.ndarray):
-        leaf = leaf if leaf.base is None or not isinstance(leaf.base, np.ndarray) else leaf.base
-        return leaf.ctypes.data, leaf.ctypes.data + leaf.nbytes
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-        return None
-    storage = leaf.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def saved_on_host(kept: Iterable[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -166,7 +166,7 @@ class VirtualRanks:
         self.watch = ChangeWatch(self.scheme, self.count)
         self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, device))
         self.overlaps = not self.sharded  # gradients are sent while the last backward runs
-        self.memory = Memory(models, self.parameters, self.scheme.updater.callbacks, self.comm.is_main)
+        self.memory = Memory(models, self.parameters, self.watch, self.comm.is_main)
         size = sum(parameter.nbytes for parameter in self.parameters if parameter.device.type == "cpu")
         is_large = size >= _LARGE and sys.platform == "linux"
         self.trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if is_large else None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _WATCHED_UPDATES = 2  # of a run
 _GLOBAL_GENERATORS = (np.random.mtrand._rand, random._inst, torch.default_generator)
-_OWN_ATTRIBUTES = frozenset(["_scheme", "comm", "_layouts", "_flags", "_groups"])
+OWN_ATTRIBUTES = frozenset(["_scheme", "comm", "_layouts", "_flags", "_groups"])
 _MAX_DEPTH, _MAX_ITEMS, _MAX_OBJECTS = 12, 100, 20_000
 _ELEMENT_BY_ELEMENT = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.RAdam, optim.Adamax,
@@ -275,7 +275,7 @@ class ChangeWatch:
         self._settings: dict[str, Any] | None = None  # as the first virtual rank since the last step has left them
         self._put_back: set[int] = set()  # the parameters that virtual ranks have changed and put back
         roots: dict[str, Any] = {f"model {label!r}": model for label, model in scheme.models.items()}
-        roots |= {f"updater.{name}": value for name, value in vars(scheme.updater).items() if name not in _OWN_ATTRIBUTES}
+        roots |= {f"updater.{name}": value for name, value in vars(scheme.updater).items() if name not in OWN_ATTRIBUTES}
         for label, iterator in () if self._is_alone else scheme.iterators.items():
             roots[f"the data set of iterator {label!r}"] = getattr(iterator, "dataset", None)
         seen: dict[int, Any] = {}
@@ -283,6 +283,7 @@ class ChangeWatch:
 
     def begin(self) -> None:
         """Begin an update."""
+        self._refuse: Callable[[str], NoReturn] | None = None
         self._looks = self._unchecked > 0
         self._unchecked -= self._looks
         self._states = [_state_of(generator) for _, generator in self._generators]
@@ -307,12 +308,18 @@ class ChangeWatch:
             None,
         )
 
+    def compare_values(self, refuse: Callable[[str], NoReturn]) -> None:
+        """Let a virtual rank that begins again be refused, by its name, if a parameter has another value when it is left."""
+        self._compared, self._refuse = list(range(len(self._parameters))), refuse
+        self._sums = self._sum()
+
     def _sum(self) -> list[int]:
         return sums_of([to_local(self._parameters[index]).detach() for index in self._compared])
 
     def check(self) -> None:
         """Refuse what the virtual rank that is left now has changed."""
-        if self._is_alone:
+        refuse, self._refuse = self._refuse, None
+        if self._is_alone and refuse is None:
             return
         versions = [parameter._version for parameter in self._parameters]
         if versions != self._versions or self._compared:
@@ -320,6 +327,8 @@ class ChangeWatch:
             changed = [index for index, *pair in zip(self._compared, self._sums, sums, strict=True) if pair[0] != pair[1]]
             counted = {index for index, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b}
             changed += counted - set(self._compared)
+            if changed and refuse is not None:
+                refuse(self._names[min(changed)])
             if changed:
                 raise RuntimeError(
                     "parameters change in self.step() alone, once for all virtual ranks, and one of these has changed "
