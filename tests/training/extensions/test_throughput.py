@@ -93,6 +93,19 @@ def test_tokens_are_counted_where_the_loss_is_weighted(tmp_path, clock, of, accu
     assert seen[1]["throughput/examples_per_second"] == 8.0 * accumulate
 
 
+@pytest.mark.parametrize("of", [None, int, torch.tensor])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_virtual_ranks_change_no_rate(tmp_path, clock, of, accumulate):
+    """Tokens are counted where the loss is weighted, and nowhere else."""
+
+    def rates(virtual_ranks):
+        model = [] if of is None else [Weighted(of)]
+        updater = updater_of(*model, accumulate=accumulate, virtual_ranks=virtual_ranks)
+        return rates_of(tmp_path / str(virtual_ranks), clock, updater)
+
+    assert rates(1) == rates(2) == rates(None)
+
+
 def test_an_updater_without_a_converter_has_iterations_only(tmp_path, clock):
     """What an example is, is its own affair."""
     assert rates_of(tmp_path, clock, Counting())[1] == {"throughput/iterations_per_second": 2.0}

@@ -47,7 +47,8 @@ class Throughput(_Measurement):
 
     - ``iterations_per_second``.
     - ``examples_per_second``: of the batches that the updater converted, if it has `UpdateCallbacks` and knows their sizes.
-    - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"`` other than its examples.
+    - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"``, and its sum is not the
+      number of examples.
     - ``peak_memory_mib``: the peak since the process started, of the memory allocated on the accelerator of the models, or
       of the memory of this process if they are on the CPU, for which Windows needs ``chainring[system]``.
 
@@ -72,7 +73,6 @@ class Throughput(_Measurement):
         self._started_at = time.monotonic()
         self._iterations = self._examples = self._examples_of_update = 0
         self._tokens: Any = 0  # a tensor if weights are, so that none of them is read
-        self._is_weighted = False
         self._are_counted = True
 
     def initialize(self, trainer: Trainer) -> None:
@@ -103,11 +103,9 @@ class Throughput(_Measurement):
         self._iterations += 1
         if self._callbacks is None:
             return
-        examples, self._examples_of_update = self._examples_of_update, 0
+        self._examples, self._examples_of_update = self._examples + self._examples_of_update, 0
         weight = trainer.updater.weight
-        self._examples += examples
         self._tokens = self._tokens + (weight.detach() if isinstance(weight, Tensor) else weight)
-        self._is_weighted = self._is_weighted or isinstance(weight, Tensor) or weight not in (1, examples)
 
     def __call__(self, trainer: Trainer) -> None:
         if self._accelerator is not None:
@@ -115,14 +113,16 @@ class Throughput(_Measurement):
         seconds = time.monotonic() - self._started_at
         if not self._iterations or seconds <= 0:
             return
-        counts = self._examples, float(self._tokens) if self._is_weighted else 0.0, _peak_memory(self._accelerator) / 2**20
+        counts = self._examples, float(self._tokens), _peak_memory(self._accelerator) / 2**20
         gathered = trainer.comm.world.gather_object(counts)
-        examples, tokens, _ = zip(*(gathered[rank] for rank in trainer.comm.data_ranks), strict=True)
+        examples, tokens = (sum(gathered[rank][kind] for rank in trainer.comm.data_ranks) for kind in range(2))
         values = {"iterations_per_second": self._iterations / seconds}
+        # What the updates weigh that have neither batches nor weights.
+        units = self._iterations * (getattr(trainer.updater, "virtual_ranks", None) or len(trainer.comm.data_ranks))
         if self._callbacks is not None and self._are_counted:
-            values["examples_per_second"] = sum(examples) / seconds
-        if self._is_weighted:
-            values["tokens_per_second"] = sum(tokens) / seconds
+            values["examples_per_second"] = examples / seconds
+        if self._callbacks is not None and tokens not in (examples, units):
+            values["tokens_per_second"] = tokens / seconds
         values["peak_memory_mib"] = max(memory for _, _, memory in gathered)
         self._report(trainer, values)
         self._reset()
