@@ -612,6 +612,21 @@ def train_metrics(comm, out, reports_external):
     return [{key: value for key, value in row.items() if key.startswith("main/")} for row in log]
 
 
+@pytest.mark.parametrize(
+    "result", [None, 0.5, torch.tensor(0.5), [("main/loss", 0.5)], ("main/loss", 0.5), {0: 0.5}, "main/loss", iter([0.5])]
+)
+def test_a_subclass_whose_evaluate_returns_no_means_is_told_what_to_return(result):
+    """By the name of the class, also where it forgets the return."""
+
+    class Forgetful(Evaluator):
+        def evaluate(self):
+            super().evaluate()
+            return result
+
+    with pytest.raises(TypeError, match=r"Forgetful\.evaluate\(\) returns a mapping .* let it end with: return means"):
+        Forgetful(once(values(1, 2)), Mean())()
+
+
 class Looping(Evaluator):
     """Loops over its iterator itself, as Chainer's documents show it."""
 

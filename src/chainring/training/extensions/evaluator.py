@@ -182,6 +182,11 @@ class Evaluator(Extension):
     def __call__(self, trainer: Trainer | None = None) -> dict[str, float]:
         """Evaluate, report the means with the name of the extension in the trainer as prefix, and return them."""
         means = self.evaluate()
+        if not isinstance(means, Mapping) or not all(isinstance(key, str) for key in means):
+            raise TypeError(
+                f"{type(self).__qualname__}.evaluate() returns a mapping of names to means, such as {{'main/loss': 0.5}}, "
+                f"got {means!r}; let it end with: return means"
+            )
         prefix = "" if trainer is None or trainer.extension_name is None else f"{trainer.extension_name}/"
         means = {prefix + key: value for key, value in means.items()}
         report(means)
