@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,58 @@ def test_a_script_that_cannot_be_compared_fails_with_2_and_a_reason(tmp_path, ca
     path.write_text(script)
     assert main(["verify-resume", str(path)]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_a_command_runs_in_another_thread_too(tmp_path, capsys):
+    """Where Python sets no handler: SIGTERM is then for the program whose thread it is."""
+    path, codes = tmp_path / "script.py", []
+    path.write_text("print('nothing to train')")
+    thread = threading.Thread(target=lambda: codes.append(main(["verify-resume", str(path)])))
+    thread.start()
+    thread.join(60)
+    assert codes == [2]
+    assert "no Trainer in it has run" in capsys.readouterr().err
+
+
+AFTERWARDS = """
+import sys, torch, chainring
+from chainring import iterators, training
+
+LOSSES, largest = [], 0.0
+
+def collect(trainer):
+    global largest
+    {change}
+
+if __name__ == "__main__":
+    chainring.deterministic(0)
+    model = torch.nn.Linear(2, 1)
+    data = iterators.SerialIterator([torch.full((2,), float(i)) for i in range(6)], 2)
+    loss = lambda model, x: model(x).square().mean()
+    updater = training.StandardUpdater(data, torch.optim.SGD(model.parameters(), lr=0.01), model, loss_func=loss)
+    trainer = training.Trainer(updater, (8, "iteration"), out=sys.argv[1])
+    trainer.extend(collect, trigger=(1, "iteration"))
+    trainer.run()
+    print(largest, LOSSES)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ("largest = max(largest, float(trainer.observation['main/loss']))", "'largest'"),
+        ("LOSSES.append(float(trainer.observation['main/loss']))", "'LOSSES'"),
+        ("pass", None),
+    ],
+)
+def test_the_first_line_says_that_what_follows_the_run_may_be_another(tmp_path, capsys, change, name):
+    """Where the training changes a variable that no state holds."""
+    script = tmp_path / "train.py"
+    script.write_text(AFTERWARDS.format(change=change))
+    assert main(["verify-resume", "--kill-after", "4", str(script), str(tmp_path / "result")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("exact"))
+    assert (name is not None) == ("only for the run itself" in line)
+    assert name is None or f"no state holds what it has changed in variable __main__.collect, variable {name}" in line
 
 
 def test_a_script_that_is_not_there_fails_with_2(tmp_path, capsys):

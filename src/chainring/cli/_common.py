@@ -8,6 +8,7 @@ import json
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -47,7 +48,11 @@ def show(options: argparse.Namespace, facts: Mapping[str, Any], lines: Iterable[
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM ends what was started before it ends this process."""
+    """Inside, SIGTERM ends what was started before it ends this process; not in a thread, where Python sets no handler."""
+    is_set_elsewhere = signal.getsignal(signal.SIGTERM) is None  # not by Python, which could not restore it
+    if threading.current_thread() is not threading.main_thread() or is_set_elsewhere:
+        yield
+        return
     previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         yield

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -334,7 +334,9 @@ _MADE = {
 }
 
 
-def format_exact(findings: Findings, kills: list[str], repetition: Repetition, first: Task) -> list[str]:
+def format_exact(
+    findings: Findings, kills: list[str], repetition: Repetition, first: Task, unsaved: Sequence[str]
+) -> list[str]:
     """Return the lines for a run that is the uninterrupted one, as far as that was tried."""
     trace, facts = _read_trace(first), first.read("facts")
     begin, end = min(trace), max(trace)
@@ -348,6 +350,11 @@ def format_exact(findings: Findings, kills: list[str], repetition: Repetition, f
         )
     if trace[begin]["parameters"] == trace[end]["parameters"]:
         limits.append("without learning: no parameter has changed, since no optimizer has stepped with a gradient")
+    if unsaved:
+        limits.append(
+            f"for the run itself: no state holds what it has changed in {list_names(unsaved, 2)}, which other code may use, "
+            "such as what follows trainer.run()"
+        )
     times = "once" if len(kills) == 1 else f"{len(kills)} times"
     count = findings.compared_files
     files = f" In {count} files beside the logs no difference was found." if count else ""

@@ -257,7 +257,9 @@ class _Verification:
             return _resume_findings.format_repetition(repetition, facts, shared)
         findings, kill, resumed = self._resume(first, kills, repetition, self._seeds[1], "")
         if not findings.differs:
-            return _resume_findings.format_exact(findings, list(map(str, kills)), repetition, first)
+            # Results that are collected matter where the script goes on with them after the run.
+            unsaved = [*verdict.unsaved, *(path for path in verdict.caches if path.startswith("variable "))]
+            return _resume_findings.format_exact(findings, list(map(str, kills)), repetition, first, unsaved)
         if generators := _resume_findings.differing_generators(first, resumed):
             seeds = self._seeds[0], " with the same draws"
             again, kill_again, resumed_again = self._resume(first, kills, repetition, *seeds)
