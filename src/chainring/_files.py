@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Protocol, Self, TypeVar
+from typing import Any, BinaryIO, Protocol, Self, TypeVar, runtime_checkable
 
 from chainring._messages import info, warn
 
@@ -89,6 +89,14 @@ class Sink(Protocol):
 
     def write(self, data: Any, /) -> Any:
         """Take over these bytes."""
+
+
+@runtime_checkable
+class SizedSink(Sink, Protocol):
+    """An upload, whose parts have to be larger the more bytes it has."""
+
+    def expect(self, size: int) -> None:
+        """Take note of how many bytes there will be, before the first is written."""
 
 
 @contextmanager

@@ -310,7 +310,8 @@ def test_an_upload_that_is_aborted_by_others_is_an_error(proxy, object_server, s
 
 def test_an_object_that_is_too_large_for_parts_of_the_usual_size_has_larger_ones(proxy, s3):
     """Stores take 10,000 of them."""
-    with Bucket(s3).upload("new", size=100 << 30) as file:
+    with Bucket(s3).upload("new") as file:
+        file.expect(100 << 30)
         file.write(CONTENT)
         file.write(CONTENT)
     sizes = sorted(request.received for request in proxy.requests if "partNumber" in request.path)
@@ -331,7 +332,7 @@ def test_more_parts_than_a_store_takes_are_refused_before_they_are_sent(s3, tmp_
         ):
             file.write(content)
 
-    with pytest.raises(ValueError, match=f"new is to have more than 10000 parts of {PART} bytes; give its size"):
+    with pytest.raises(ValueError, match=f"new is to have more than 10000 parts of {PART} bytes; call expect"):
         write()
     assert Bucket(s3).list() == []
 

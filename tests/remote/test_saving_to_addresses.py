@@ -61,6 +61,19 @@ def test_a_model_is_one_object_that_is_replaced_whole(s3, model):
     assert b'"crc32":"' in read(place)
 
 
+def test_a_file_of_any_size_has_no_more_parts_than_stores_take(monkeypatch):
+    """The parts of one that would have more than 10,000 of the usual size are larger."""
+    monkeypatch.setattr("chainring._places.bucket.PART", 1)
+    torch.manual_seed(1)
+    model, loaded = nn.Linear(200, 200), nn.Linear(200, 200)
+    updater = training.StandardUpdater([torch.ones(2, 200)], torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for name, saved in (("model", model), ("state", training.Trainer(updater))):
+        serializers.save(f"memory:///large/{name}", saved)
+        serializers.load(f"memory:///large/{name}", loaded, *(["updater/model:main"] if name == "state" else []))
+        assert torch.equal(loaded.weight, model.weight)
+        nn.init.zeros_(loaded.weight)
+
+
 def test_of_a_models_object_a_part_is_loaded(s3, model):
     """By its path; what is missing or unexpected is an error unless it is not strict."""
     place = f"{s3}/mlp.model"

@@ -160,14 +160,13 @@ class Bucket:
         raise changed
 
     @contextmanager
-    def upload(self, key: str, size: int = 0) -> Iterator[Upload]:
+    def upload(self, key: str) -> Iterator[Upload]:
         """Open a new object, which is there when the block ends; it is sent in parts while it is written.
 
-        When anything fails it is not there. No more than a part for each of a few connections is held. ``size`` is how many
-        bytes it will have, or more than that, if they may be more than 10,000 times `PART`.
+        When anything fails it is not there. No more than a part for each of a few connections is held.
         """
         path = self._path(key)
-        upload = Upload(self._connection, path, f"{self.url}/{key}", size, lambda content: self.put(key, content))
+        upload = Upload(self._connection, path, f"{self.url}/{key}", lambda content: self.put(key, content))
         try:
             yield upload
         except BaseException:
@@ -334,9 +333,9 @@ class RangeReader(StoredFile):
 class Upload(io.RawIOBase):
     """A file that is sent while it is written. It copies what it is given; ``put`` writes what is small at once."""
 
-    def __init__(self, connection: Connection, path: str, place: str, size: int, put: Callable[[bytes], object]) -> None:
+    def __init__(self, connection: Connection, path: str, place: str, put: Callable[[bytes], object]) -> None:
         self._connection, self._path, self._place, self._put = connection, path, place, put
-        self._part_size = max(PART, -(-size // (_PARTS << 10)) << 10)
+        self._part_size = PART
         self._mark = secrets.token_hex(8)
         self._part, self._written = bytearray(), 0
         self._writer: Any = None  # of obstore, once there is more than a part
@@ -348,13 +347,17 @@ class Upload(io.RawIOBase):
     def tell(self) -> int:
         return self._written
 
+    def expect(self, size: int) -> None:
+        """Take larger parts if an object of so many bytes would have more of them than stores take; before it is written."""
+        self._part_size = max(PART, -(-size // (_PARTS << 10)) << 10)
+
     def write(self, data: Any, /) -> int:
         """Write bytes; return their number. A `ValueError` refuses more than a store takes in parts of this size."""
         self._checkClosed()
         with memoryview(data) as given, given.cast("B") as content:
             if self._written + len(content) > _PARTS * self._part_size:
                 raise ValueError(
-                    f"{self._place} is to have more than {_PARTS} parts of {self._part_size} bytes; give its size"
+                    f"{self._place} is to have more than {_PARTS} parts of {self._part_size} bytes; call expect(size) first"
                 )
             for start in range(0, len(content), self._part_size):
                 piece = content[start : start + self._part_size]

@@ -344,7 +344,7 @@ class Mirror:
             content.seek(0)
         file.digest, hasher = b"", hashlib.blake2b()
         if status.size > _LARGE:
-            size = self._put_large(name, file, _pieces(content, status.size), hasher)
+            size = self._put_large(name, file, content, status.size, hasher)
         else:
             small = b"".join(_pieces(content, status.size))
             hasher.update(small)
@@ -368,14 +368,15 @@ class Mirror:
             file.tag = tag
         raise RemoteError(f"{self._bucket.url}/{name} is written again and again by somebody else, who has no lease")
 
-    def _put_large(self, name: str, file: _File, pieces: Iterable[bytes], hasher: hashlib.blake2b) -> int:
+    def _put_large(self, name: str, file: _File, content: BufferedReader, size: int, hasher: hashlib.blake2b) -> int:
         """Put a file in parts, on which no condition can be set: the index is replaced before, and asked for at the end."""
         self._index.change()
         if file.tag == MISSING and self._find(name) is None:
             return 0
         sent, file.may_be_there = 0, True
         with self._bucket.upload(name) as upload:
-            for piece in pieces:
+            upload.expect(size)
+            for piece in _pieces(content, size):
                 hasher.update(piece)
                 upload.write(piece)
                 sent += len(piece)

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 
-from chainring._files import Sink, parse_strict
+from chainring._files import Sink, SizedSink, parse_strict
 from chainring._places.base import LocalFile, StoredFile
 from chainring.serializers._values import find_aliases, find_dtypes, require_dtype
 
@@ -77,6 +77,8 @@ def write(
         ValueError: a name that the format has taken.
     """
     header, stored = _prepare(tensors, {}, shard_offsets or {})
+    if isinstance(file, SizedSink):
+        file.expect(len(header) + sum(tensor.nbytes for tensor in stored.values()))
     return _stream(file, header, map(load, stored.values()) if load else stored.values())
 
 

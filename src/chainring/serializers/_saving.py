@@ -24,7 +24,7 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import assign_writers, is_sharded
 from chainring._environment import versions
-from chainring._files import Sink, atomic_write, below_home, is_url
+from chainring._files import Sink, SizedSink, atomic_write, below_home, is_url
 from chainring._naming import name_cleaner, unwrap
 from chainring._places import open_place
 from chainring.serializers import _safetensors, _values
@@ -431,7 +431,10 @@ def replacing(target: Place) -> Iterator[BinaryIO]:
         raise FileExistsError(f"{target} is a snapshot, and is not replaced by a file; choose another name")
     with tempfile.TemporaryFile(prefix="chainring-") as content:  # whoever writes it may go back in it
         yield content
+        size = content.seek(0, os.SEEK_END)
         content.seek(0)
         with files.create(name) as upload:
+            if isinstance(upload, SizedSink):
+                upload.expect(size)
             while chunk := content.read(_PART):
                 upload.write(chunk)
