@@ -99,7 +99,9 @@ def builder(name, **settings):
     """Makes trainers with that optimizer, ready for what is peculiar to it."""
 
     def build(stop, out):
-        model = Sparse() if name == "SparseAdam" else Net(bias=name != "Muon")
+        # Without options over bfloat16, to which PyTorch would round what an optimizer keeps in float32.
+        dtype = torch.float32 if settings else torch.bfloat16
+        model = Sparse() if name == "SparseAdam" else Net(bias=name != "Muon", dtype=dtype)
         parameters = model.parameters() if name in ("SparseAdam", "LBFGS") else groups_of(model)
         # A tensor among the settings is the optimizer's own, which may write to it.
         optimizer = getattr(torch.optim, name)(parameters, **{**BASE.get(name, {}), **copy.deepcopy(settings)})
