@@ -258,7 +258,7 @@ class _Verification:
         findings, kill, resumed = self._resume(first, kills, repetition, self._seeds[1], "")
         if not findings.differs:
             # Results that are collected matter where the script goes on with them after the run.
-            unsaved = [*verdict.unsaved, *(path for path in verdict.caches if path.startswith("variable "))]
+            unsaved = [*verdict.unsaved, *(path for path in verdict.caches if "variable " in path)]
             return _resume_findings.format_exact(findings, list(map(str, kills)), repetition, first, unsaved)
         if generators := _resume_findings.differing_generators(first, resumed):
             seeds = self._seeds[0], " with the same draws"
