@@ -244,6 +244,10 @@ class TestToDevice:
         """The meta device stands in for an accelerator."""
         assert concat_examples([1, 2], "meta").device.type == "meta"
 
+    def test_what_comes_to_the_host_is_there(self, device):
+        """A copy from an accelerator has arrived when it is returned."""
+        assert to_device("cpu", {"x": torch.arange(9, device=device)})["x"].tolist() == list(range(9))
+
     @pytest.mark.parametrize("device", [True, 1.0, ["cpu"]])
     def test_what_is_no_device_is_refused(self, device):
         """With the forms that there are."""

@@ -106,6 +106,15 @@ def test_nothing_is_changed():
     assert same(state_of(model, batch), before)
 
 
+def test_a_model_on_a_device_gets_its_batch_there(device):
+    """And draws from its generators as before."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).to(device)
+    generators = torch.get_device_module(device) if device != "cpu" else torch
+    before = generators.get_rng_state()
+    assert column(model_summary(model, torch.zeros(2, 4)), "1", "output") == "[2, 3]"
+    assert torch.equal(generators.get_rng_state(), before)
+
+
 def test_nothing_is_changed_by_a_call_that_fails():
     """And the error says in which module, and in which mode."""
     model, batch = Hostile(), torch.zeros(1, 4)  # one row has no variance

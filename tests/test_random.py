@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import chainring
 from chainring import _random
 from chainring.iterators import epoch_order
 
@@ -202,3 +203,10 @@ def test_another_bit_generator_of_numpy_is_digested_too():
         np.random.set_bit_generator(before)
     assert len(set(digests)) == 3
     assert _random.digest_generators() == digests[0]
+
+
+def test_kernels_of_an_accelerator_are_deterministic_where_there_is_one(device):
+    """As a model there needs, and on the host all are."""
+    torch.use_deterministic_algorithms(False)
+    chainring.deterministic(0)
+    assert torch.are_deterministic_algorithms_enabled() == (device != "cpu")

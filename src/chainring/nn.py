@@ -195,9 +195,9 @@ def _run_copy(model: nn.Module, batch: Any) -> dict[str, list[str]]:
     reporter = Reporter()
     reporter.add_observers("main", twin.named_modules())
     with ExitStack() as stack:
-        for device in (None, *devices):
+        for device in devices:
             stack.enter_context(device_scope(device))
-            stack.enter_context(preserve_rng())
+        stack.enter_context(preserve_rng())
         if "torch._dynamo" in sys.modules:  # who has compiled a part has imported it; compiling takes minutes
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(reporter.scope({}))

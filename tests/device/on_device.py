@@ -3,10 +3,11 @@
 A test of tests/device, of tests/gpu, or one that asks for the fixture ``device`` says itself what is there. Most others were
 written for the CPU, and are run with updaters and evaluators whose device is the stand-in unless they say which. Where such
 a test hands tensors of its own to a model, or compares them with what it has trained, it mixes devices and is skipped; where
-the library mixes them, it fails. What else depends on the CPU is listed below.
+the library mixes them, it fails; so does one that asks for the fixture. What else depends on the CPU is listed below.
 """
 
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,12 @@ def patch(patched: pytest.MonkeyPatch) -> None:
         patched.setattr(kind, "__init__", functools.wraps(kind.__init__)(init))
     close, equal = torch.testing.assert_close, torch.equal
     patched.setattr(torch.testing, "assert_close", functools.partial(close, check_device=False))
-    patched.setattr(torch, "equal", lambda one, other: equal(one.cpu(), other.cpu()))
+
+    def equal_in_a_test(one: Any, other: Any) -> bool:
+        is_of_test = Path(sys._getframe(1).f_code.co_filename).is_relative_to(TESTS)
+        return equal(one.cpu(), other.cpu()) if is_of_test else equal(one, other)
+
+    patched.setattr(torch, "equal", equal_in_a_test)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -130,6 +136,7 @@ def mixes_by_itself(error: BaseException) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: pytest.CallInfo[None]) -> Iterator[None]:
     report: Any = yield
-    if report.failed and not is_for_devices(item.path) and call.excinfo is not None and mixes_by_itself(call.excinfo.value):
+    asks = is_for_devices(item.path) or "device" in item._fixtureinfo.initialnames
+    if report.failed and not asks and call.excinfo is not None and mixes_by_itself(call.excinfo.value):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, "its own tensors are on the CPU")
     return report

@@ -112,10 +112,12 @@ def test_what_waits_raises_if_it_is_asked_to(device):
 
 
 def test_numbers_of_the_host_and_of_two_devices_are_not_mixed():
-    for other in (torch.ones(3), torch.ones(3, device=f"{NAME}:1")):
+    for other in (torch.ones(3), torch.ones(3, device=f"{NAME}:1"), torch.tensor(1.0, device=f"{NAME}:1")):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             torch.ones(3, device=f"{NAME}:0") + other
     assert (torch.ones(3, device=NAME) + torch.tensor(1.0)).device.type == NAME
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.equal(torch.tensor(1.0, device=NAME), torch.tensor(1.0))
 
 
 def test_a_generator_has_a_state_and_the_cpu_keeps_its_own(device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from stand_in import counting
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
@@ -17,12 +18,17 @@ from rank_pair import on_ranks
 WINDOW = range(20, 40)  # the iterations in which is counted
 
 
-def make_trainer(out, device, comm=None, optimizer=None, wrap=None, **settings):
+def weighted(model, x, t):
+    """A loss with a weight that the device has computed."""
+    return {"loss": model(x, t), "weight": (t >= 0).sum()}
+
+
+def make_trainer(out, device, comm=None, optimizer=None, wrap=None, data_on="cpu", loads=False, **settings):
     model = Classifier(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)))
     model = model if wrap is None else wrap(model.to(device))
-    x, t = torch.randn(64, 8), torch.randint(3, (64,))
+    x, t = torch.randn(64, 8, device=data_on), torch.randint(3, (64,), device=data_on)
     updater = StandardUpdater(
-        SerialIterator(TupleDataset(x, t), 16, seed=1),
+        DataLoader(TensorDataset(x, t), 16) if loads else SerialIterator(TupleDataset(x, t), 16, seed=1),
         torch.optim.Adam(model.parameters(), **(optimizer or {})),
         model,
         device=device,
@@ -58,6 +64,8 @@ SETTINGS = {
     "fp16, whose scaler asks whether a step is left out": ({"precision": "fp16"}, {"number": NUMBER}),
     "fp16, fused": ({"precision": "fp16", "optimizer": {"fused": True}}, {}),
     "accumulation": ({"accumulate": 2}, {}),
+    "weights on the device": ({"accumulate": 2, "loss_func": weighted}, {}),
+    "data on the device": ({"data_on": "cuda"}, {}),
     "virtual ranks": ({"virtual_ranks": 4}, {}),
     "virtual ranks, accumulation": ({"virtual_ranks": 4, "accumulate": 2}, {}),
 }
@@ -91,12 +99,41 @@ def test_a_histogram_is_read_once(tmp_path, device):
     assert waits_of(trainer) == {"to_host": NUMBER}
 
 
+def test_a_recorder_reads_no_batch_that_a_loader_gives_on_the_device(tmp_path, device):
+    """But once in 32 iterations what it has noted."""
+    trainer = make_trainer(tmp_path, device, data_on=device, loads=True)
+    trainer.extend(extensions.Recorder())
+    assert waits_of(trainer) == {"to_host": 1}
+
+
 def test_a_row_of_the_log_is_one_copy(tmp_path, device):
     trainer = make_trainer(tmp_path, device)
     trainer.extend(
         extensions.LogReport(trigger=((WINDOW.start + WINDOW.stop) // 2, "iteration"), filename="rows"), name="rows"
     )
     assert waits_of(trainer) == {"to_host": 1}
+
+
+def evaluator(trainer):
+    x, t = torch.randn(64, 8), torch.randint(3, (64,))
+    passes = SerialIterator(TupleDataset(x, t), 16, repeat=False, shuffle=False)
+    return extensions.Evaluator(passes, trainer.updater.get_model("main"), device=trainer.updater.device)
+
+
+ONCE = {
+    "an evaluation of four batches": (evaluator, {"to_host": 1}),
+    "a snapshot, in which is what the log has so far": (
+        lambda trainer: extensions.snapshot(),
+        {"synchronize_device": 1, "to_host": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "waits"), ONCE.values(), ids=ONCE)
+def test_what_runs_once_waits_once(make, waits, tmp_path, device):
+    trainer = make_trainer(tmp_path, device)
+    trainer.extend(make(trainer), trigger=(WINDOW.start + 5, "iteration"))
+    assert waits_of(trainer) == waits
 
 
 def waits_of_rank(comm, out, settings):

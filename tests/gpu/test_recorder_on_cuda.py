@@ -44,3 +44,4 @@ def test_the_device_is_waited_for_once_in_32_iterations(tmp_path):
     ledger = Ledger.read(tmp_path / "recorder.bin")
     assert len(ledger.iterations) == 200
     assert list(ledger.digests) == list(range(0, 201, 5))
+    assert len({str(digests) for digests in ledger.digests.values()}) == 41  # they had arrived

@@ -115,6 +115,15 @@ def test_another_shape_dtype_or_layout_under_a_name_gets_memory_of_its_own(chang
         assert same(staging.copy({"a": tensor})["a"], tensor)
 
 
+def test_a_second_copy_beside_a_call_has_arrived_too(idle, device):
+    """From a device too, whose copies go on when they have been asked for."""
+    staging = StagingBuffers()
+    for value in range(3):
+        tensors = {"a": torch.full((99,), value, device=device)}
+        copies, answer = staging.copy_beside(tensors, lambda: "checked", idle)
+        assert (copies["a"].tolist(), answer) == ([value] * 99, "checked")
+
+
 def test_names_may_come_and_go():
     """State of an optimizer appears at its first step."""
     staging, a, b = StagingBuffers(), torch.zeros(2), torch.ones(3)

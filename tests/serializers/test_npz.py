@@ -1,5 +1,6 @@
 """Models and whole objects in npz files: what goes in comes back, NumPy reads it, and nothing is unpickled."""
 
+import copy
 import io
 from collections import Counter, OrderedDict
 
@@ -163,6 +164,13 @@ def test_a_tensor_of_any_dtype_comes_back(dtype):
         assert same(back.float(), value.float()) if not value.is_complex() else same(back, value)
         assert same(inside.cfloat(), back.cfloat())
         assert returned(value).dtype == value.dtype
+
+
+def test_a_file_of_tensors_on_a_device_has_their_values(tmp_path, device):
+    model = nn.Linear(64, 64)
+    save_npz(tmp_path / "a.npz", copy.deepcopy(model).to(device))
+    with np.load(tmp_path / "a.npz") as arrays:
+        np.testing.assert_array_equal(arrays["weight"], model.weight.detach().numpy())
 
 
 def test_the_order_of_dimensions_in_memory_comes_back():

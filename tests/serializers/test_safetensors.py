@@ -60,6 +60,11 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(path, dtype, shape):
         assert_same(found[name], tensor)
 
 
+def test_a_file_of_tensors_on_a_device_has_their_values(path, device):
+    write(path, {"x": torch.arange(999, device=device)})
+    assert _safetensors.read(path)["x"].tolist() == list(range(999))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_reader_of_safetensors_opens_the_file(path, dtype):
     """It sees every value in row-major order; a viewed dtype as what it is stored as."""

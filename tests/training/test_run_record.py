@@ -92,6 +92,20 @@ def script(tmp_path, monkeypatch, commit):
     return place / "train.py"
 
 
+def test_a_run_on_the_host_is_one_where_there_is_an_accelerator_too(tmp_path, device):
+    """And one on that has its name."""
+    for number, name in enumerate(["cpu", device]):
+        model = torch.nn.Linear(1, 1)
+        updater = training.StandardUpdater(
+            [torch.ones(1)],
+            torch.optim.SGD(model.parameters()),
+            model,
+            loss_func=lambda model, x: model(x).sum(),
+            device=name,
+        )
+        assert run(tmp_path / str(number), updater=updater)["device"].partition(" ")[0] == name
+
+
 def test_the_record_says_with_what_the_run_was_made(tmp_path, monkeypatch):
     """Arguments, versions, device, threads and seeds."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--epoch", "3"])

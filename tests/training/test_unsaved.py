@@ -97,6 +97,13 @@ def test_every_kind_of_attribute_is_looked_at(tmp_path, kept, change):
     ]
 
 
+def test_what_is_filled_on_a_device_is_looked_at(tmp_path, device):
+    kept = torch.zeros(2000, device=device)
+    assert named(made(tmp_path, Encoder(kept, lambda module: module.kept.add_(1)))) == [
+        "updater.model:main.predictor.0.kept"
+    ]
+
+
 def test_a_dataset_a_sampler_and_a_loader_are_looked_into(tmp_path):
     """A generator of the dataset's own, and a count of the sampler's."""
 

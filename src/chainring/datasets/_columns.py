@@ -26,7 +26,8 @@ def make_gather(dataset: Any) -> Gather | None:
     if _is_array(dataset):
         return partial(dataset.take, axis=0)
     if cls is torch.Tensor:
-        return (lambda rows: dataset.index_select(0, torch.from_numpy(rows).to(dataset.device))) if dataset.ndim else None
+        where: Any = {"device": dataset.device, "non_blocking": dataset.is_cuda}  # whose driver has the bytes at once
+        return (lambda rows: dataset.index_select(0, torch.from_numpy(rows).to(**where))) if dataset.ndim else None
     if cls is torch.utils.data.TensorDataset:
         return make_tuple_gather(dataset.tensors)
     # Looked up in the class: a wrapper that passes unknown attributes on to what it wraps must not be bypassed.

@@ -101,7 +101,7 @@ class Call {
           has_mask_ = has_mask_ || tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
         if (!is_here(tensor)) return;
         if (!device_) device_ = tensor.device();
-        TORCH_CHECK(*device_ == tensor.device() || tensor.dim() == 0, refusal(tensor.device()));
+        TORCH_CHECK(*device_ == tensor.device(), refusal(tensor.device()));
       });
     }
     for (const auto& value : given_)
@@ -131,7 +131,8 @@ class Call {
   at::Tensor convert(const at::Tensor& tensor, bool writes) {
     if (!tensor.defined()) return tensor;
     if (!is_here(tensor)) {
-      bool is_allowed = tensor.dim() == 0 || !device_ || TAKE_BOTH.count(name_) || schema_.returns().empty();
+      bool is_number = tensor.dim() == 0 && name_ != "aten::equal";
+      bool is_allowed = is_number || !device_ || TAKE_BOTH.count(name_) || schema_.returns().empty();
       TORCH_CHECK(is_allowed || !tensor.is_cpu(), refusal(tensor.device()));
       return tensor;
     }

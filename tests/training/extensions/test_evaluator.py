@@ -722,3 +722,21 @@ def test_a_loop_of_a_subclass_has_all_examples_on_every_rank(counted_on_ranks, t
 def test_the_weight_beside_a_loss_is_reported_as_its_sum(counted_on_ranks, tmp_path):
     """Over batches and ranks: the tokens of an evaluation, say."""
     assert [rank[3] for rank in counted_on_ranks] == [evaluate_weights(Communicator(), str(tmp_path))] * 2 == [[4.0] * 6] * 2
+
+
+class Sampling(nn.Module):
+    """Reports a number that it draws where its inputs are."""
+
+    def forward(self, x, t):
+        report({"loss": torch.rand((), device=x.device)}, self)
+
+
+def test_an_evaluation_leaves_the_generator_of_its_device_as_it_was(device):
+    """So that the training goes on with the same numbers."""
+    draw = lambda: torch.rand(3, device=device).tolist()  # noqa: E731
+    evaluator = Evaluator(iterators.SerialIterator([(0.0, 0)], 1, repeat=False), Sampling(), device=device)
+    torch.manual_seed(0)
+    expected = draw()
+    torch.manual_seed(0)
+    evaluator.evaluate()
+    assert draw() == expected

@@ -46,6 +46,16 @@ def copies(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def test_it_lies_where_the_updater_has_moved_the_model(tmp_path, device):
+    """To which it may be made before."""
+    model = same_regression()
+    average = Average(model)
+    trainer = training.Trainer(updater_of(model=model, device=device), (2, "iteration"), out=str(tmp_path))
+    trainer.extend(average)
+    trainer.run()
+    assert {parameter.device.type for parameter in average.model.parameters()} == {device}
+
+
 def test_it_is_the_moving_average_of_the_parameters_after_each_step(tmp_path):
     """The first is the parameters themselves; from then on decay * average + (1 - decay) * parameter."""
     model = same_regression()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from schedules import PER_EPOCH, Line, sgd, trainer_of
+from schedules import PER_EPOCH, Line, sgd, trainer_of, updater_of
 from scripted import Counting
 from scripted import run as run_counting
 from torch.optim import lr_scheduler
@@ -64,6 +64,23 @@ def test_a_scheduler_may_be_made_before_the_updater(tmp_path):
     trainer.extend(LRScheduler(schedulers[0]), trigger=(1, "iteration"))
     trainer.run()
     assert trainer.updater.get_optimizer("main").param_groups[0]["lr"] == pytest.approx(0.75)
+
+
+def test_a_rate_becomes_a_tensor_on_the_device(tmp_path, device):
+    """The run that is resumed with it goes on with the rate of the scheduler."""
+
+    def make(stop, rate):
+        model = Line().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        trainer = training.Trainer(updater_of(model, optimizer, device=device), (stop, "iteration"), out=str(tmp_path))
+        trainer.extend(LRScheduler(lr_scheduler.ExponentialLR(optimizer, 0.5)), trigger=(1, "iteration"))
+        return trainer
+
+    first, second = make(2, 0.5), make(3, torch.tensor(0.5, device=device))
+    first.run()
+    second.load_state_dict(first.state_dict())
+    second.run()
+    assert second.updater.get_optimizer("main").param_groups[0]["lr"].item() == 0.0625
 
 
 def test_a_plateau_is_seen_in_the_reported_value(tmp_path):

@@ -87,6 +87,31 @@ class Failing(torch.nn.Module):
         return (self.layer(x) + self.unused).square().mean()
 
 
+def test_what_the_allocator_keeps_is_given_back_before_the_second_try(device):
+    """And the virtual rank computes there again."""
+    kept = lambda: 0 if device == "cpu" else torch.get_device_module(device).memory_reserved()  # noqa: E731
+    calls, model = [], torch.nn.Linear(2, 1)
+
+    def fail_at_the_second(model, inputs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.register_forward_pre_hook(fail_at_the_second)
+    data = torch.randn(8, 2).split(4)
+    updater = training.StandardUpdater(
+        data, torch.optim.SGD(model.parameters()), model, loss_func=lambda model, x: model(x).square().mean(), device=device,
+        virtual_ranks=1,
+    )  # fmt: skip
+    updater.start()
+    updater.update()
+    torch.empty(2**22, device=device)
+    before = kept()
+    updater.update()
+    assert updater.iteration == 2
+    assert kept() < before or device == "cpu"
+
+
 def make_a_buffer(model, x):
     if model.calls == 2:
         model.register_buffer("made", torch.zeros(1))
