@@ -80,6 +80,7 @@ EXTENSIONS = {
     "EMA": (lambda model: extensions.ExponentialMovingAverage(model, 0.99), {}),
     "ParameterStatistics, at the end of an epoch": (extensions.ParameterStatistics, {"to_host": NUMBER // 4}),
     "Throughput, at the end of an epoch": (lambda model: extensions.Throughput(), {"synchronize_device": NUMBER // 4}),
+    "RankTimes, at the end of an epoch": (lambda model: extensions.RankTimes(), {}),
     "FailOnNonNumber, for the iteration before": (lambda model: extensions.FailOnNonNumber(), {"synchronize_event": NUMBER}),
     "FailOnNonNumber that skips": (lambda model: extensions.FailOnNonNumber("skip"), {"number": NUMBER}),
 }
@@ -143,7 +144,13 @@ def waits_of_rank(comm, out, settings):
     return waits_of(make_trainer(out, comm.device, comm=comm, wrap=wrap, **settings))
 
 
-RANKS = {"plain": {}, "accumulation": {"accumulate": 2}, "virtual ranks": {"virtual_ranks": 4}, "DDP": {"ddp": True}}
+RANKS = {
+    "plain": {},
+    "accumulation": {"accumulate": 2},
+    "virtual ranks": {"virtual_ranks": 4},
+    "virtual ranks dealt by speed": {"virtual_ranks": 4, "balance": "speed"},
+    "DDP": {"ddp": True},
+}
 
 
 @pytest.mark.parametrize("settings", RANKS.values(), ids=RANKS)
