@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from chainring import DictSummary, Reporter, get_current_reporter, report, report_scope
+from chainring import DictSummary, Reporter, get_current_reporter, report, report_scope, report_text
 from chainring.training import StandardUpdater, Trainer
 
 
@@ -334,3 +335,69 @@ def test_a_function_is_not_a_value(function):
         with pytest.raises(TypeError, match="is a function, which is not called later; report what it returns"):
             report({"x": function})
     assert observation == {"metric": metric}
+
+
+class Hooked(nn.Module):
+    """Reports in its forward, a part of which is computed again in the backward, and in a hook of the backward."""
+
+    def __init__(self, names_itself=True, tells_shape=False):
+        super().__init__()
+        self.layer, self.names_itself, self.tells_shape = nn.Linear(3, 2), names_itself, tells_shape
+
+    def block(self, x):
+        y = self.layer(x)
+        report({"size": y.detach().abs().sum()}, self)
+        return y.tanh()
+
+    def forward(self, x):
+        y = checkpoint(self.block, x, use_reentrant=False)
+        y.register_hook(self.note)
+        return y.square().sum()
+
+    def note(self, gradient):
+        report({"gradient": gradient.norm()}, self if self.names_itself else None)
+        if self.tells_shape:
+            report_text("shape", str(list(gradient.shape)))
+
+
+def test_a_hook_of_a_backward_reports_into_the_observation_of_the_forward(device):
+    """Also on an accelerator, where autograd calls it in a thread of its own; outside of a run it does nothing."""
+    model, reporter, texts = Hooked(tells_shape=True).to(device), Reporter(), {}
+    reporter.add_observer("main", model)
+    reporter.media_watchers = (texts.__setitem__,)
+    with Reporter().scope(outer := {}), reporter.scope(observation := {}):  # as a run inside of another
+        model(torch.ones(4, 3, device=device)).backward()
+    assert outer == {}
+    assert observation.keys() == {"main/size", "main/gradient"}
+    assert observation["main/gradient"] > 0
+    assert texts.keys() == {"shape"}
+    model(torch.ones(4, 3, device=device)).backward()
+
+
+@pytest.mark.parametrize("names_itself", [True, False])
+def test_a_hook_of_a_backward_reports_to_no_other_run_of_the_process(device, names_itself):
+    """On an accelerator it is known by the module that reports; without it there is an error."""
+    model, reporter, barrier = Hooked(names_itself).to(device), Reporter(), threading.Barrier(2, timeout=20)
+    reporter.add_observer("main", model)
+
+    def train(other):
+        with Reporter().scope(other):
+            barrier.wait()
+            barrier.wait()
+
+    thread = threading.Thread(target=train, args=[other := {}])
+    thread.start()
+    barrier.wait()
+    try:
+        with reporter.scope(observation := {}):
+            loss = model(torch.ones(4, 3, device=device))
+            if device == "cpu" or names_itself:
+                loss.backward()
+                assert "gradient" in str(observation.keys())
+            else:
+                with pytest.raises(RuntimeError, match=r"give report\(\) the module that reports"):
+                    loss.backward()
+    finally:
+        barrier.wait()
+        thread.join()
+    assert other == {}

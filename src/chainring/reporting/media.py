@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chainring.reporting.reporter import current
+from chainring.reporting.reporter import find_reporter
 
 _BINS = 64
 _CHUNK = 1 << 22  # values that are counted at once, so that a copy of them in double precision stays small
@@ -185,7 +185,7 @@ def report_histogram(key: str, values: Any) -> None:
 def _report(key: str, value: Any, convert: Any) -> None:
     if torch.compiler.is_compiling():  # nothing of it belongs into a graph; decorating it by `disable` imports the compiler
         torch._dynamo.graph_break("images, texts and histograms are not reported from a compiled graph")
-    if current.reporter is not None:
+    if find_reporter() is not None:
         if not isinstance(key, str):
             raise TypeError(f'a key is a string, such as "sample"; got {key!r}')
         report_media(key, convert(value))
@@ -193,8 +193,8 @@ def _report(key: str, value: Any, convert: Any) -> None:
 
 def report_media(key: str, media: Media) -> None:
     """Give an image, a text or a histogram to the media watchers of the current reporter."""
-    if current.reporter is not None:
-        for watch in current.reporter.media_watchers:
+    if (reporter := find_reporter()) is not None:
+        for watch in reporter.media_watchers:
             watch(key, media)
 
 

@@ -64,6 +64,31 @@ class _Current(threading.local):
 
 current = _Current()
 """``current.reporter`` is the reporter that `report` writes to in this thread, or ``None``."""
+_by_thread: dict[int, Reporter] = {}
+"""The same of all threads, by their ids."""
+
+
+def find_reporter(observer: Any = None) -> Reporter | None:
+    """Return the reporter that an object reports to here.
+
+    A hook of a backward runs on an accelerator in a thread of autograd, and reports to the run that has begun the backward.
+
+    Raises:
+        RuntimeError: several threads train, and it is not known to which of them the hook belongs.
+    """
+    if current.reporter is not None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
+        return current.reporter
+    if not isinstance(threading.current_thread(), threading._DummyThread):  # a backward of a thread that does not train
+        return None
+    reporters = set(_by_thread.values())
+    if len(reporters) > 1:
+        reporters = {reporter for reporter in reporters if id(observer) in reporter._names}
+        if len(reporters) != 1:
+            raise RuntimeError(
+                "a hook of a backward on an accelerator reports while several threads train, and it is not known for which; "
+                "give report() the module that reports, or train in processes"
+            )
+    return next(iter(reporters), None)
 
 
 class Reporter:
@@ -179,11 +204,17 @@ class _Scope:
     def __enter__(self) -> None:
         reporter = self._reporter
         self._outer, current.reporter = current.reporter, reporter
+        if self._outer is not reporter:
+            _by_thread[threading.get_ident()] = reporter
         self._swapped, reporter.reported = reporter.reported, self._swapped
 
     def __exit__(self, *error: object) -> None:
         self._reporter.reported = self._swapped
         current.reporter = self._outer
+        if self._outer is None:
+            del _by_thread[threading.get_ident()]
+        elif self._outer is not self._reporter:
+            _by_thread[threading.get_ident()] = self._outer
 
 
 def stack_tensors(tensors: list[Tensor]) -> Tensor | None:
@@ -221,7 +252,8 @@ def _snapshot(value: Any) -> Any:
 def report(values: Mapping[str, Any], observer: Any = None) -> None:
     """Report values from anywhere inside an iteration; without a current reporter, do nothing.
 
-    So a model that reports values also works outside of a trainer.
+    So a model that reports values also works outside of a trainer. A hook of its backward may report too, which runs on an
+    accelerator in a thread of autograd.
 
     Example::
 
@@ -235,8 +267,9 @@ def report(values: Mapping[str, Any], observer: Any = None) -> None:
     Raises:
         KeyError: the observer is not registered with the current reporter.
         TypeError: ``values`` is not a mapping.
+        RuntimeError: a hook on an accelerator reports without an observer, while several threads train.
     """
-    reporter = current.reporter
+    reporter = find_reporter(observer)
     if reporter is not None:
         reporter.report(values, observer)
 
@@ -258,9 +291,9 @@ def get_current_reporter() -> Reporter:
     Raises:
         RuntimeError: there is no current reporter.
     """
-    if current.reporter is None:
+    if (reporter := find_reporter()) is None:
         raise RuntimeError("no reporter is current: report inside Trainer.run, or inside `with reporter.scope({})`")
-    return current.reporter
+    return reporter
 
 
 def current_observation() -> dict[str, Any] | None:
