@@ -36,6 +36,17 @@ class Recurrent(nn.Module):
         return self.body(x[:, None])[0][:, 0]
 
 
+class Scaled(nn.Linear):
+    """Has a parameter of no dimension."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 def make_updater(device, optimizer=torch.optim.SGD, network=Tied, **keywords):
     torch.manual_seed(0)
     x, t = torch.randn(40, 6), torch.randint(6, (40,))
@@ -48,6 +59,15 @@ def trained(updater, updates=3):
     for _ in range(updates):
         updater.update()
     return [parameter.tolist() for parameter in updater.get_model("main").parameters()]
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_what_an_optimizer_has_for_a_parameter_of_no_dimension_moves_with_it(device, settings):
+    """A sum of squares of Adagrad, which is as little as a count of steps."""
+    updater = make_updater(device, torch.optim.Adagrad, Scaled, **settings)
+    assert trained(updater) == trained(make_updater("cpu", torch.optim.Adagrad, Scaled, **settings))
+    state = updater.get_optimizer("main").state[updater.get_model("main").predictor.scale]
+    assert state["sum"].device.type == torch.device(device).type
 
 
 @pytest.fixture

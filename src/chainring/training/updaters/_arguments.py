@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_with_path
 
 from chainring._checks import find_call_error, is_integer
 from chainring._distributed.sharding import fsdp_modules, is_sharded, reshard
@@ -166,11 +166,13 @@ def _move_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tenso
     """Let what an optimizer has for a parameter follow it; counts of steps stay on the host where PyTorch has them there."""
     are_counts_there = group.get("capturable") or group.get("fused")
 
-    def follow(tensor: Tensor) -> Tensor:
-        follows = tensor.device == origin and (tensor.ndim or are_counts_there)
-        return tensor.to(parameter.device) if follows else tensor
+    def follow(path: tuple[Any, ...], value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device != origin:
+            return value
+        is_count = not value.ndim and (parameter.ndim > 0 or "step" in [getattr(key, "key", None) for key in path])
+        return value if is_count and not are_counts_there else value.to(parameter.device)
 
-    optimizer.state[parameter] = tree_map_only(Tensor, follow, optimizer.state[parameter])
+    optimizer.state[parameter] = tree_map_with_path(follow, optimizer.state[parameter])
 
 
 def as_iterators(given: Any) -> dict[str, Any]:
