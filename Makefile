@@ -54,9 +54,17 @@ TORCH ?= 2.6 2.9 newest
 compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of their own (20 GB), and their table
 	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
 
-ON_DEVICE := --numprocesses 2 --dist loadfile tests/device tests/gpu tests/training/test_everything_resumes.py \
-	tests/training/updaters tests/training/extensions tests/reporting/test_media.py \
-	--ignore tests/training/updaters/test_compiled_update.py --ignore tests/training/updaters/test_virtual_memory.py
+# What trains a model or speaks of a device: the longest first. tests/device/README.md says what runs on the CPU alone.
+ON_DEVICE := --numprocesses 2 --dist loadfile tests/device tests/gpu tests/test_resume.py \
+	tests/training tests/reporting \
+	$(addprefix tests/serializers/test_,checkpoint.py filling.py npz.py own_state.py safetensors.py values.py) \
+	$(addprefix tests/serializers/test_,optimizers_on_disk.py schedulers_on_disk.py tensors_on_disk.py) \
+	$(addprefix tests/serializers/test_foreign_,accelerate.py distributed.py hugging_face.py lightning.py torch_save.py) \
+	$(addprefix tests/iterators/test_,example_randomness.py function_iterator.py loader_iterator.py own_iterators.py) \
+	$(addprefix tests/iterators/test_,multiprocess_iterator.py multiprocess_resume.py) \
+	$(addprefix --ignore tests/training/updaters/test_,compiled_update.py virtual_memory.py) \
+	$(addprefix --ignore tests/training/test_,compiled_recipe.py device_auto.py hostile_out.py ledger.py nothing_left.py signals.py) \
+	$(addprefix --ignore tests/training/test_,out.py out_abandoned.py)
 
 device: install  ## tests on an accelerator that is not there, which is compiled first; needs g++
 	$(BIN)/python tests/device/run.py $(ON_DEVICE)

@@ -1,6 +1,6 @@
 """The program of which any iteration is replayed: everything that draws, counts or remembers, a NaN, and kills.
 
-    python tests/replay_program.py OUT KEPT [KILL_AT [LENGTH]]
+    python tests/replay_program.py OUT KEPT [KILL_AT [LENGTH [DEVICE]]]
 
 It writes down in the file KEPT, one line an iteration, what its state is after it, and ends by SIGKILL after one of them.
 """
@@ -70,7 +70,7 @@ def state_of(trainer):
     return {path: text for path, text in texts.items() if "elapsed_time" not in path}
 
 
-def make_trainer(out="result", workers=2, length=ITERATIONS):
+def make_trainer(out="result", workers=2, length=ITERATIONS, device=None):
     """The trainer, which has not run."""
     chainring.deterministic(4)
     model = Net()
@@ -78,7 +78,8 @@ def make_trainer(out="result", workers=2, length=ITERATIONS):
     data = iterators.SerialIterator(Noisy(), BATCH)
     if workers:
         data = iterators.MultiprocessIterator(Noisy(), BATCH, n_processes=workers)
-    trainer = training.Trainer(training.StandardUpdater(data, optimizer, model), (length, "iteration"), out=out)
+    updater = training.StandardUpdater(data, optimizer, model, device=device)
+    trainer = training.Trainer(updater, (length, "iteration"), out=out)
     trainer.extend(extensions.LRScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)), trigger=(9, "iteration"))
     trainer.extend(extensions.LinearShift("weight_decay", (0.0, 0.1), (5, 50)))
     trainer.extend(extensions.ExponentialMovingAverage(model, 0.9))
@@ -97,6 +98,7 @@ def read_kept(path):
 
 
 if __name__ == "__main__":
-    trainer = make_trainer(sys.argv[1], length=int(sys.argv[4]) if len(sys.argv) > 4 else ITERATIONS)
-    trainer.watch(Keeping(sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None))
+    out, kept, kill_at, length, device = [*sys.argv[1:], *(None, ITERATIONS, None)[len(sys.argv) - 3 :]]
+    trainer = make_trainer(out, length=int(length), device=device)
+    trainer.watch(Keeping(kept, kill_at and int(kill_at)))
     trainer.run()

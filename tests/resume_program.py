@@ -66,17 +66,18 @@ class StopsWhenWorse:
         self.best, self.worse = state["best"], state["worse"]
 
 
-def build(out, stop=None, seed=0, accumulate=1, **settings):
+def build(out, stop=None, seed=0, accumulate=1, device=None, **settings):
     """A trainer over fresh objects; the seed must not matter where state is loaded."""
     chainring.deterministic(seed)
     net = Net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.005)
     data = Noisy()
-    updater = training.StandardUpdater(iterators.SerialIterator(data, BATCH), optimizer, net, accumulate=accumulate)
+    train = iterators.SerialIterator(data, BATCH)
+    updater = training.StandardUpdater(train, optimizer, net, accumulate=accumulate, device=device)
     trainer = training.Trainer(updater, StopsWhenWorse() if stop is None else stop, out=out, **settings)
     held_out = iterators.SerialIterator(Noisy(), 4, repeat=False)
     fired = []
-    trainer.extend(extensions.Evaluator(held_out, net), trigger=(2, "iteration"))
+    trainer.extend(extensions.Evaluator(held_out, net, device=device), trigger=(2, "iteration"))
     trainer.extend(extensions.LogReport(trigger=(3, "iteration")))
     trainer.extend(extensions.LogReport(trigger=(0.5, "epoch"), filename="other"))
     for name, trigger in {
@@ -107,16 +108,16 @@ def outcome(trainer, data, fired):
     }
 
 
-def uninterrupted(out, accumulate):
+def uninterrupted(out, accumulate, device):
     """Runs from the beginning to the end."""
-    made = build(out, accumulate=accumulate)
+    made = build(out, accumulate=accumulate, device=device)
     made[0].run()
     return outcome(*made)
 
 
-def first_part(out, k, accumulate):
+def first_part(out, k, accumulate, device):
     """Runs k iterations; returns the state and what happened so far."""
-    trainer, data, fired = build(out, stop=_Either(k), accumulate=accumulate)
+    trainer, data, fired = build(out, stop=_Either(k), accumulate=accumulate, device=device)
     trainer.run()
     # As bytes: between processes, torch would share the tensors' memory with a process that has ended.
     return pickle.dumps(trainer.state_dict()), list(data.consumed), list(fired)
@@ -145,9 +146,9 @@ def with_snapshots(made, autoload):
     return made
 
 
-def killed_at(out, k):
+def killed_at(out, k, device):
     """Runs until k iterations are on the disk, and is gone at once; returns what happened so far through a file."""
-    made = with_snapshots(build(out), autoload=False)
+    made = with_snapshots(build(out, device=device), autoload=False)
     trainer, data, fired = made
 
     def end(trainer):
@@ -162,9 +163,9 @@ def killed_at(out, k):
     trainer.run()
 
 
-def resumed_from_disk(out, k, autoload):
+def resumed_from_disk(out, k, autoload, device):
     """Continues from the disk in fresh objects; returns where it began, and the outcome of this part."""
-    made = with_snapshots(build(out, seed=12345), autoload)
+    made = with_snapshots(build(out, seed=12345, device=device), autoload)
     trainer = made[0]
     trainer.extend(lambda trainer: None, name="end")
     if not autoload:
@@ -174,9 +175,9 @@ def resumed_from_disk(out, k, autoload):
     return json.loads((Path(out) / "run.json").read_text())["starts"][-1]["iteration"], outcome(*made)
 
 
-def second_part(out, state, accumulate):
+def second_part(out, state, accumulate, device):
     """Continues from a state in fresh objects, made with another seed, and returns the outcome of this part."""
-    trainer, data, fired = build(out, seed=12345, accumulate=accumulate)
+    trainer, data, fired = build(out, seed=12345, accumulate=accumulate, device=device)
     trainer.load_state_dict(pickle.loads(state))
     torch.rand(7), np.random.rand(3), random.random()  # a script may draw between load and run
     trainer.run()

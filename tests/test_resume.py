@@ -44,17 +44,18 @@ def in_fresh_process():
 
 
 @pytest.fixture(scope="module")
-def reference(in_fresh_process, tmp_path_factory):
+def reference(in_fresh_process, tmp_path_factory, request):
     """The outcome of the uninterrupted run, by the number of accumulated parts."""
-    return {k: in_fresh_process(resume_program.uninterrupted, str(tmp_path_factory.mktemp("whole")), k) for k in (1, 2)}
+    device, make = request.config.getoption("device"), tmp_path_factory.mktemp
+    return {k: in_fresh_process(resume_program.uninterrupted, str(make("whole")), k, device) for k in (1, 2)}
 
 
 @pytest.mark.parametrize(("accumulate", "k"), [(1, k) for k in range(11)] + [(2, k) for k in range(6)])
-def test_a_run_stopped_at_any_iteration_continues_bit_for_bit(in_fresh_process, reference, tmp_path, accumulate, k):
+def test_a_run_stopped_at_any_iteration_continues_bit_for_bit(in_fresh_process, reference, tmp_path, device, accumulate, k):
     """Parameters, Adam's state, log rows, consumed indices, fires and generators equal those of the uninterrupted run."""
     whole = reference[accumulate]
-    state, consumed, fired = in_fresh_process(resume_program.first_part, str(tmp_path), k, accumulate)
-    resumed = in_fresh_process(resume_program.second_part, str(tmp_path), state, accumulate)
+    state, consumed, fired = in_fresh_process(resume_program.first_part, str(tmp_path), k, accumulate, device)
+    resumed = in_fresh_process(resume_program.second_part, str(tmp_path), state, accumulate, device)
     resumed["consumed"] = consumed + resumed["consumed"]
     resumed["fired"] = fired + resumed["fired"]
     for part, value in whole.items():
@@ -63,11 +64,11 @@ def test_a_run_stopped_at_any_iteration_continues_bit_for_bit(in_fresh_process, 
 
 @pytest.mark.parametrize("autoload", [False, True])
 @pytest.mark.parametrize("k", range(1, 9))
-def test_a_run_killed_at_any_iteration_continues_from_the_disk(in_fresh_process, reference, tmp_path, k, autoload):
+def test_a_run_killed_at_any_iteration_continues_from_the_disk(in_fresh_process, reference, tmp_path, device, k, autoload):
     """By SIGKILL, one iteration after the snapshot, which is loaded by its path or found by itself; bit for bit."""
     with pytest.raises(EOFError):
-        in_fresh_process(resume_program.killed_at, str(tmp_path), k)
-    start, resumed = in_fresh_process(resume_program.resumed_from_disk, str(tmp_path), k, autoload)
+        in_fresh_process(resume_program.killed_at, str(tmp_path), k, device)
+    start, resumed = in_fresh_process(resume_program.resumed_from_disk, str(tmp_path), k, autoload, device)
     assert start in ((k, k + 1) if autoload else (k,))  # that of k + 1 may have been on the disk already
     consumed, fired = pickle.loads((tmp_path / "so far").read_bytes())[start]
     resumed["consumed"] = consumed + resumed["consumed"]

@@ -30,6 +30,7 @@ LEFT_OUT = {
         "test_two_ranks_leave_out_an_update_of_weight_0_and_a_share_of_it",
     ),
     "it compares with what is computed on the host": (
+        "test_a_gan_in_parts_is_one_batch_as_large",  # the numbers of several small draws there are not those of a large one
         "test_a_killed_run_has_its_newest_snapshot_and_continues_byte_for_byte",
         "test_each_call_of_a_closure_draws_its_own_random_numbers",
         "test_lazy_layers_get_one_initialization",
@@ -37,7 +38,11 @@ LEFT_OUT = {
         "test_the_step_is_left_out_as_in_a_loop_written_by_hand",
     ),
     "its model or its metric stays on the host": (
+        "test_a_lazy_module_is_refused_until_it_has_seen_a_batch",
         "test_a_metric_outside_of_the_model_that_has_counted_a_repeated_example_is_refused",
+        "test_a_saved_metric_resumes_at_every_iteration",
+        "test_after_an_evaluation_the_model_has_its_own_metric",
+        "test_an_environment_resumes_at_every_step_of_an_episode",
         "test_every_submodule_gets_its_training_flag_back",
         "test_metrics_count_no_example_that_a_rank_repeats",
         "test_metrics_in_training_count_no_example_that_a_rank_repeats",
@@ -59,7 +64,15 @@ LEFT_OUT = {
         "test_what_cannot_be_repeated_ends_the_run_with_the_numbers_and_the_settings[step]",
         "test_what_would_have_other_bits_is_refused_by_name[a batch that is changed in place]",
     ),
+    "torch has no kernel in deterministic mode, which is that of accelerators": (
+        "test_any_reader_of_safetensors_opens_the_file[torch.float4_e2m1fn_x2]",
+        "test_every_dtype_and_shape_comes_back_to_the_bit[(2, 3, 4, 5)-torch.float4_e2m1fn_x2]",
+    ),
+    "torch's optimizers do not take that on an accelerator": ("test_a_number_in_place_of_a_tensor_is_a_number",),
+    "it trains in a forked process": ("test_a_process_in_which_a_run_has_ended_ends",),
+    "what it expects is that no accelerator is there": ("test_a_start_says_when_where_and_from_which_iteration",),
     "the stand-in has no sparse tensors": (
+        "test_every_optimizer_goes_on_from_the_disk_bit_for_bit[SparseAdam",
         "test_every_optimizer_of_torch_goes_on_bit_for_bit[SparseAdam]",
         "test_sparse_gradients_stay_sparse_in_one_process",
     ),

@@ -172,5 +172,5 @@ def bits(value):
     """What is equal for two values only if type, format, layout and every bit are."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return value.dtype, value.shape, value.stride(), value.requires_grad, plain.numpy().tobytes()
+        return value.dtype, value.shape, value.stride(), value.requires_grad, plain.cpu().numpy().tobytes()
     return type(value).__name__, value.hex() if isinstance(value, float) else value

@@ -37,7 +37,7 @@ class Recurrent(nn.Module):
         output = self.linear(x if self.hidden is None else x + self.hidden).tanh()
         self.hidden = output.detach()
         self.mean += self.hidden.mean(0)
-        self.sums += self.hidden.sum(0).numpy()
+        self.sums += self.hidden.sum(0).cpu().numpy()
         return output
 
     def serialize(self, serializer):
@@ -113,6 +113,7 @@ def state_of(model):
 
 def same(one, other):
     def equal(a, b):
+        a, b = (each.cpu() if isinstance(each, torch.Tensor) else each for each in (a, b))
         return type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, (torch.Tensor, np.ndarray)) else a == b)
 
     return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)

@@ -65,11 +65,11 @@ def model_of():
     return Classifier(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
 
 
-def reads_of_the_raw_loop(make_optimizer):
+def reads_of_the_raw_loop(make_optimizer, device):
     """In one iteration: an optimizer may count its steps in a tensor."""
-    model = model_of()
+    model = model_of().to(device)
     optimizer = make_optimizer(model.parameters())
-    x, t = map(torch.from_numpy, data_of(BATCH))
+    x, t = (torch.from_numpy(column).to(device) for column in data_of(BATCH))
     with Counting() as operations, CountingCalls() as calls:
         for _ in range(3):
             optimizer.zero_grad()
@@ -80,7 +80,7 @@ def reads_of_the_raw_loop(make_optimizer):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("stages", [False, True], ids=["straight", "in stages"])
-def test_a_thousand_iterations_read_no_more_than_the_raw_loop(tmp_path, optimizer, stages):
+def test_a_thousand_iterations_read_no_more_than_the_raw_loop(tmp_path, device, optimizer, stages):
     """With the extensions of the script, and clipping, but in the iterations that write a row."""
     model = model_of()
     callbacks = UpdateCallbacks(update_on_start=clip_grad_norm(1.0)) if stages else None
@@ -108,7 +108,7 @@ def test_a_thousand_iterations_read_no_more_than_the_raw_loop(tmp_path, optimize
     trainer.extend(count, trigger=(1, "iteration"), priority=-1000)
     with Counting() as operations, CountingCalls() as calls, screen:
         trainer.run()
-    allowed = reads_of_the_raw_loop(optimizer)
+    allowed = reads_of_the_raw_loop(optimizer, device)
     more = [later - earlier - allowed for earlier, later in itertools.pairwise(counts)]
     silent = [extra for iteration, extra in enumerate(more, start=2) if iteration % EPOCH]
     assert len(silent) == ITERATIONS - ITERATIONS // EPOCH - 1

@@ -22,7 +22,8 @@ using c10::DeviceIndex;
 inline c10::DeviceType device_type = c10::DeviceType::PrivateUse1;
 inline c10::DispatchKey dispatch_key = c10::DispatchKey::PrivateUse1;
 
-constexpr int DEVICES = 2;
+constexpr int DEVICES = 3;  // the third is for tests of three ranks
+constexpr int SHOWN = 2;
 constexpr int STREAMS_EACH = 16;
 constexpr int STREAMS = DEVICES * STREAMS_EACH;
 
@@ -30,7 +31,7 @@ constexpr int STREAMS = DEVICES * STREAMS_EACH;
 inline std::recursive_mutex lock;
 using Locked = std::lock_guard<std::recursive_mutex>;
 
-inline std::atomic<int> visible_devices{DEVICES};
+inline std::atomic<int> visible_devices{SHOWN};
 inline thread_local DeviceIndex current_device = 0;
 inline thread_local std::array<int, DEVICES> current_streams{};
 

@@ -50,7 +50,8 @@ struct Random final : c10::GeneratorImpl {
 };
 
 inline const at::Generator& default_generator(DeviceIndex index) {
-  static std::array<at::Generator, DEVICES> all = {at::make_generator<Random>(0), at::make_generator<Random>(1)};
+  static std::array<at::Generator, DEVICES> all = {at::make_generator<Random>(0), at::make_generator<Random>(1),
+                                                     at::make_generator<Random>(2)};
   return all[device_of(index).index()];
 }
 

@@ -15,6 +15,9 @@ using Names = std::set<std::string>;
 inline const Names TAKE_BOTH = {"aten::index.Tensor",    "aten::index_put_",  "aten::_index_put_impl_", "aten::index.Tensor_out",
                                 "aten::_foreach_copy_",  "aten::_fused_adam_", "aten::_fused_adamw_",   "aten::_fused_sgd_"};
 
+/// Losses whose kernel of the CPU gives its output a shape of its own first, and warns.
+inline const Names RESHAPE = {"aten::mse_loss.out", "aten::smooth_l1_loss.out"};
+
 /// Operators of which CUDA's kernels wait for the device, though their schema does not tell.
 inline const Names WAIT = {"aten::bincount", "aten::equal", "aten::linalg_inv_ex_"};
 
@@ -139,8 +142,9 @@ class Call {
     use(tensor, stream_, writes, name_);
     bool is_out = writes && (tensor.numel() == 0 || name_.find("out") != std::string::npos);
     if (!is_out) return on_host(tensor);
-    auto instead = tensor.numel() == 0 ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU))
-                                       : on_host_resizable(tensor);
+    bool is_new = tensor.numel() == 0 || RESHAPE.count(name_);
+    auto sizes = RESHAPE.count(name_) ? std::vector<int64_t>{0} : tensor.sizes().vec();
+    auto instead = is_new ? at::empty(sizes, tensor.options().device(at::kCPU)) : on_host_resizable(tensor);
     resized_.emplace_back(tensor, instead);
     return instead;
   }

@@ -39,7 +39,7 @@ void start() {
 void reset() {
   Locked locked(lock);
   delete observer;
-  observer = nullptr, sync_mode = IGNORE, races_raise = true, keeps_parameters = true, visible_devices = DEVICES;
+  observer = nullptr, sync_mode = IGNORE, races_raise = true, keeps_parameters = true, visible_devices = SHOWN;
   current_device = 0, current_streams = {};
   for (Pool& pool : pools) pool.capacity = CAPACITY;
 }
