@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from chainring._messages import info
@@ -94,10 +94,10 @@ class RankTimes(PhaseWatch):
         if spread <= _SLOW or len(self.ranks) == 1:
             self._named = None
             return
-        stage = max(_work(work), key=lambda stage: work[stage] - median(stages[stage] for stages in self.ranks))
+        stage = max(_work(work), key=lambda stage: work[stage] - np.median([stages[stage] for stages in self.ranks]))
         if self._named != (slowest, stage) and trainer.comm.is_main:
             _, host, device = gathered[slowest]
-            usual = median(stages[stage] for stages in self.ranks if stages is not work)
+            usual = np.median([stages[stage] for stages in self.ranks if stages is not work])
             info(
                 f"rank {slowest} ({device} of {host}) takes {spread:.1f} times the median of {len(self.ranks)} ranks, and "
                 f"others wait for it; most of it is {stage}, {1000 * work[stage]:.1f} ms an update, and {1000 * usual:.1f} "
@@ -114,5 +114,5 @@ def _slowest(ranks: Sequence[Mapping[str, float]]) -> tuple[int, float]:
     """Return the rank with the most work, and its time over the median."""
     seconds = [sum(_work(stages).values()) for stages in ranks]
     slowest = max(range(len(ranks)), key=seconds.__getitem__)
-    usual = median(seconds)
+    usual = float(np.median(seconds))
     return slowest, seconds[slowest] / usual if usual else 1.0

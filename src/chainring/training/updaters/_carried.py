@@ -25,6 +25,9 @@ from chainring.serializers.protocol import (
     serialize_method,
 )
 
+OWN_ATTRIBUTES = frozenset(["_scheme", "comm", "_layouts", "_flags", "_groups"])
+"""Of an updater, those that hold no state of the script."""
+
 _PLAIN = (type, ModuleType, str, bytes, int, float, complex, type(None), Tensor)
 _MAX_DEPTH, _MAX_ITEMS, _MAX_OBJECTS = 8, 100, 10_000
 

@@ -25,11 +25,12 @@ from chainring._distributed.sharding import to_local
 from chainring._messages import info, warn
 from chainring.datasets._batches import Batch
 from chainring.reporting._metrics import list_metrics, remember
-from chainring.training.updaters._virtual_state import OWN_ATTRIBUTES, ChangeWatch
+from chainring.training.updaters._carried import OWN_ATTRIBUTES
 from chainring.training.updaters.callbacks import taken_back
 
 if TYPE_CHECKING:
     from chainring.training.updaters._virtual import Part
+    from chainring.training.updaters._virtual_state import ChangeWatch
 
 _TEXTS = re.compile(r"out of memory|(can't|cannot) allocate memory|not enough memory|ALLOC_FAILED", re.IGNORECASE)
 _NEVER = sys.maxsize

@@ -36,6 +36,7 @@ from chainring.reporting.summary import is_scalar
 from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import own_states
 from chainring.training.updaters._arguments import NO_VIRTUAL_RANKS, needs_closure
+from chainring.training.updaters._carried import OWN_ATTRIBUTES
 from chainring.training.updaters._means import fill
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 _WATCHED_UPDATES = 2  # of a run
 _GLOBAL_GENERATORS = (np.random.mtrand._rand, random._inst, torch.default_generator)
-OWN_ATTRIBUTES = frozenset(["_scheme", "comm", "_layouts", "_flags", "_groups"])
 _MAX_DEPTH, _MAX_ITEMS, _MAX_OBJECTS = 12, 100, 20_000
 _ELEMENT_BY_ELEMENT = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.RAdam, optim.Adamax,
