@@ -30,7 +30,7 @@ class RankTimes(PhaseWatch):
     - ``rank_times/spread``: its time over the median of all ranks; 1 if all are equally fast.
     - ``rank_times/waiting``: the part of the time of all ranks in which they waited for others.
     - ``rank_times/data``, ``forward``, ``backward``, ``step``, ``other``: the seconds in an update of the slowest rank;
-      ``other`` is that of extensions.
+      ``other`` is what it takes in extensions more than the rank that takes least, since they wait for one another there.
 
     A rank that takes over 1.2 times the median is named in a line, with the stage that differs most, once until another
     rank or stage is. On an accelerator the times are between events there, which are read when they have passed: nobody
@@ -85,6 +85,9 @@ class RankTimes(PhaseWatch):
         gathered = trainer.comm.world.gather_object((stages, socket.gethostname(), str(trainer.comm.world.device)))
         self.seconds, self.iterations = dict.fromkeys(self.seconds, 0.0), 0
         self.ranks = [stages for stages, _, _ in gathered]
+        least = min(stages["other"] for stages in self.ranks)
+        for stages in self.ranks:
+            stages["other"] -= least
         slowest, spread = _slowest(self.ranks)
         work = self.ranks[slowest]
         total, waiting = (sum(sum(stages[name] for name in names) for stages in self.ranks) for names in (work, ["waiting"]))
