@@ -63,6 +63,7 @@ ON_DEVICE := --numprocesses 2 --dist loadfile tests/device tests/gpu tests/test_
 	$(addprefix tests/iterators/test_,example_randomness.py function_iterator.py loader_iterator.py own_iterators.py) \
 	$(addprefix tests/iterators/test_,multiprocess_iterator.py multiprocess_resume.py) \
 	$(addprefix --ignore tests/training/updaters/test_,compiled_update.py virtual_memory.py) \
+	$(addprefix --ignore tests/training/extensions/test_,rank_times.py virtual_evaluation.py) \
 	$(addprefix --ignore tests/training/test_,compiled_recipe.py device_auto.py hostile_out.py ledger.py nothing_left.py signals.py) \
 	$(addprefix --ignore tests/training/test_,out.py out_abandoned.py)
 

@@ -52,6 +52,7 @@ LEFT_OUT = {
         "test_the_converter_gets_the_batch_and_the_device[None]",
     ),
     "it is about the memory and the processor of the host": (
+        "test_a_part_resumes_after_every_iteration[chainring.training.extensions.RankTimes]",
         "test_a_part_resumes_after_every_iteration[chainring.training.extensions.SystemMetrics]",
         "test_a_part_resumes_after_every_iteration[chainring.training.extensions.Throughput]",
         "test_all_parts_together_resume",
@@ -63,6 +64,10 @@ LEFT_OUT = {
         "test_what_cannot_be_repeated_ends_the_run_with_the_numbers_and_the_settings[snapshot]",
         "test_what_cannot_be_repeated_ends_the_run_with_the_numbers_and_the_settings[step]",
         "test_what_would_have_other_bits_is_refused_by_name[a batch that is changed in place]",
+    ),
+    "what it changes is a copy of the batch on the device": (
+        "test_what_a_forward_changes_without_a_count_of_it_is_refused_where_memory_runs_out[the data of the batch",
+        "test_what_a_forward_changes_without_a_count_of_it_is_refused_where_memory_runs_out[what has a gradient in",
     ),
     "torch has no kernel in deterministic mode, which is that of accelerators": (
         "test_any_reader_of_safetensors_opens_the_file[torch.float4_e2m1fn_x2]",

@@ -64,18 +64,18 @@ def train(comm, out, slow, virtual_ranks=None, everywhere=2):
     """What was reported last, and what rank 0 has printed; each stage takes 2 ms, and that of the slow rank many."""
     times = dict.fromkeys(("data", "forward", "backward", "step", "other"), everywhere)
     if slow is not None and comm.rank == slow[0]:
-        times[slow[1]] = 60
+        times[slow[1]] = 150
     torch.manual_seed(0)
     model = Model(times["forward"], times["backward"])
     optimizer = Steps(model.parameters(), 0.01)
     optimizer.milliseconds = times["step"]
     data = Data(times["data"] / 4, torch.randn(32, 3))
     updater = StandardUpdater(SerialIterator(data, 4 * comm.size), optimizer, model, comm=comm, virtual_ranks=virtual_ranks)
-    trainer = Trainer(updater, (24, "iteration"), out=str(out))
+    trainer = Trainer(updater, (8, "iteration"), out=str(out))
     trainer.extend(lambda trainer: spend(times["other"]), name="mine", trigger=(1, "iteration"))
-    rank_times = extensions.RankTimes(trigger=(12, "iteration"))
+    rank_times = extensions.RankTimes(trigger=(4, "iteration"))
     trainer.extend(rank_times)
-    trainer.extend(extensions.LogReport(trigger=(12, "iteration")))
+    trainer.extend(extensions.LogReport(trigger=(4, "iteration")))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         trainer.run()
@@ -109,7 +109,7 @@ def test_seconds_are_those_that_a_stage_takes(tmp_path):
     elapsed = time.perf_counter() - began
     for seconds in ranks:
         assert all(seconds[stage] >= 0.005 for stage in ("data", "forward", "backward", "step"))
-        assert 12 * sum(seconds.values()) < elapsed
+        assert 4 * sum(seconds.values()) < elapsed
     assert row["rank_times/spread"] >= 1
 
 
