@@ -52,7 +52,7 @@ class Deal:
 
     def block(self, rank: int) -> range:
         """Return the virtual ranks of a rank."""
-        return range(self.bounds[rank], self.bounds[rank + 1])
+        return self.blocks[rank]
 
     @cached_property
     def blocks(self) -> list[range]:

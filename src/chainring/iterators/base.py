@@ -87,7 +87,7 @@ class Iterator(Stateful):
     virtual_ranks: int | None = None
     serves_virtual_ranks: bool = False
     _batch_size_is_known: bool = True
-    deal: Deal | None = None  # of virtual ranks; None if the share is every size-th row
+    deal: Deal | None = None  # which an updater may set between two batches; None if the share is every size-th row
 
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
@@ -149,7 +149,7 @@ class Iterator(Stateful):
         """Let `share`, which is called next, give this rank the rows of a block of virtual ranks.
 
         Virtual rank v of ``count`` has ``batch[v::count]``. Rank r of n has those from ``r * count // n`` to
-        ``(r + 1) * count // n - 1``; a single rank has the whole batch.
+        ``(r + 1) * count // n - 1``, until the updater sets another ``deal``; a single rank has the whole batch.
 
         Raises:
             TypeError, ValueError: ``count`` is no integer of at least 1, or more than the examples of a repeated batch.

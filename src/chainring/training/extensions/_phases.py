@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from chainring.training._entry import Entry, Observer
@@ -28,6 +29,12 @@ _STAGES = {
     "update_on_finish": "update",
 }
 """At each callback of an updater, the phase that has just ended."""
+
+
+def accelerator_of(trainer: Trainer) -> torch.device | None:
+    """Return the accelerator on which the models are; ``None`` if they are on the host."""
+    parameters = (p for model in trainer.updater.get_all_models().values() for p in model.parameters())
+    return next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
 
 
 class PhaseWatch(Extension, Observer):

@@ -16,7 +16,7 @@ from torch import Tensor
 from chainring._files import atomic_write, replace_file
 from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER, Extension
-from chainring.training.extensions._phases import PHASES, PhaseWatch
+from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.triggers.base import never
@@ -32,8 +32,7 @@ class _Measurement(Extension):
         self._accelerator: torch.device | None = None  # that of the models
 
     def initialize(self, trainer: Trainer) -> None:
-        parameters = (p for model in trainer.updater.get_all_models().values() for p in model.parameters())
-        self._accelerator = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
+        self._accelerator = accelerator_of(trainer)
 
     def _report(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
         name = trainer.extension_name or self.default_name

@@ -13,7 +13,7 @@ import torch
 from chainring._messages import info
 from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER
-from chainring.training.extensions._phases import PHASES, PhaseWatch
+from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 
@@ -60,8 +60,8 @@ class RankTimes(PhaseWatch):
         self._named: tuple[int, str] | None = None
 
     def initialize(self, trainer: Trainer) -> None:
-        parameters = (p for model in trainer.updater.get_all_models().values() for p in model.parameters())
-        self._device = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
+        self._device = accelerator_of(trainer)
+        self._events.clear()
         self.seconds, self.iterations = dict.fromkeys(PHASES, 0.0), 0
         super().initialize(trainer)
 
@@ -90,7 +90,7 @@ class RankTimes(PhaseWatch):
             stages["other"] -= least
         slowest, spread = _slowest(self.ranks)
         work = self.ranks[slowest]
-        total, waiting = (sum(sum(stages[name] for name in names) for stages in self.ranks) for names in (work, ["waiting"]))
+        total, waiting = sum(sum(stages.values()) for stages in self.ranks), sum(stages["waiting"] for stages in self.ranks)
         name = trainer.extension_name or self.default_name
         values = {**work, "slowest": slowest, "spread": spread, "waiting": waiting / total if total else 0.0}
         report({f"{name}/{key}": float(value) for key, value in values.items()})
