@@ -22,7 +22,7 @@ def launch(place, *command):
     environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
