@@ -45,6 +45,7 @@ class Run:
     logs: list[Log] = field(default_factory=list)  # in the order of their names, after the one of the default name
     snapshots: list[Snapshot] = field(default_factory=list)  # the newest first
     profile: Profile | None = None
+    rank_seconds: RankSeconds | None = None
     graph: Graph | None = None
     notes: str = ""  # of a person
 
@@ -104,7 +105,8 @@ def read_run(place: Place, *, verify: bool = True, number_of_runs: int = 1, file
     record = dict(source.record) if error is None else {}
     notes = [path.read_bytes()[:_MAX_NOTES] for path in map(source.file, _NOTES) if path is not None]
     text = "\n\n".join(note.decode("utf-8", "replace").strip() for note in notes)
-    return Run(source.name, record, error, logs, snapshots, _read_profile(source), _read_graph(source), text)
+    profile, rank_seconds = _read_profile(source), _read_rank_seconds(source)
+    return Run(source.name, record, error, logs, snapshots, profile, rank_seconds, _read_graph(source), text)
 
 
 def _read_object(source: FinishedRun, name: str) -> dict[str, Any]:
@@ -196,6 +198,31 @@ def _read_profile(source: FinishedRun) -> Profile | None:
         return None
     known = {name: value for name, value in seconds.items() if type(value) in (int, float) and 0 < value < 1e12}
     return Profile(iterations, known)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSeconds:
+    """The seconds in an update by stage, of each rank, as `RankTimes` writes them at each report."""
+
+    iteration: int
+    ranks: list[dict[str, float]]
+
+    @property
+    def longest(self) -> float:
+        """Those of the rank that takes the most, with its waiting."""
+        return max(sum(stages.values()) for stages in self.ranks)
+
+
+def _read_rank_seconds(source: FinishedRun) -> RankSeconds | None:
+    content = _read_object(source, "rank_times.json")
+    iteration, ranks = content.get("iteration"), content.get("ranks")
+    if type(iteration) is not int or not 0 <= iteration < 1 << 60 or not isinstance(ranks, list):
+        return None
+    known = [
+        {name: value for name, value in as_mapping(stages).items() if type(value) in (int, float) and 0 < value < 1e12}
+        for stages in ranks
+    ]
+    return RankSeconds(iteration, known) if any(known) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,15 @@
 
 import contextlib
 import io
+import json
+import re
 import time
 
 import pytest
 import torch
 from torch import nn
 
+from chainring import html_report
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
 from chainring.training import StandardUpdater, Trainer, extensions
@@ -111,6 +114,22 @@ def test_seconds_are_those_that_a_stage_takes(tmp_path):
         assert all(seconds[stage] >= 0.005 for stage in ("data", "forward", "backward", "step"))
         assert 4 * sum(seconds.values()) < elapsed
     assert row["rank_times/spread"] >= 1
+
+
+def test_the_page_of_the_run_draws_the_stages_of_each_rank(tmp_path):
+    """From ``rank_times.json``, which has those of the last report."""
+    (_, _, ranks), _ = on_two_ranks(train, tmp_path, (1, "forward"))
+    data = json.loads((tmp_path / "rank_times.json").read_text())
+    assert (data["iteration"], data["ranks"]) == (8, ranks)
+    html_report.write(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    (rows,) = re.findall("<caption>Time by rank</caption>.*?<tbody>(.*?)</tbody>", page, re.DOTALL)
+    shown = [dict(re.findall(r'<i class="(\w+)" style="width:([\d.]+)%"', row)) for row in rows.split("<tr>")[1:]]
+    longest = max(sum(stages.values()) for stages in ranks)
+    for widths, stages in zip(shown, ranks, strict=True):
+        assert {name: pytest.approx(100 * seconds / longest, abs=0.1) for name, seconds in stages.items() if seconds} == {
+            name: float(width) for name, width in widths.items()
+        }
 
 
 def test_one_process_has_nobody_to_wait_for(tmp_path):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from chainring._files import replace_file
 from chainring._messages import info
 from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER
@@ -17,6 +20,7 @@ from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerato
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 
+DATA = "rank_times.json"
 _SLOW = 1.2  # times the median of all ranks, beyond which a rank is named
 _STAGES = {"data": "data", "forward": "forward", "backward": "backward", "update": "step", "communication": "waiting"}
 
@@ -36,6 +40,8 @@ class RankTimes(PhaseWatch):
     rank or stage is. On an accelerator the times are between events there, which are read when they have passed: nobody
     waits for it. Ranks exchange gradients after the backward instead of within it, so that waiting is not taken for work.
 
+    ``rank_times.json`` has the seconds of the last report by rank and stage, which the page of the run draws.
+
     Example::
 
         trainer.extend(extensions.RankTimes(trigger=(100, "iteration")))
@@ -50,6 +56,7 @@ class RankTimes(PhaseWatch):
     default_name = "rank_times"
     priority = PRIORITY_WRITER
     skip_on_resume = True
+    writes: Sequence[str] = (DATA,)
 
     def __init__(self, trigger: TriggerLike = (1, "epoch")) -> None:
         super().__init__()
@@ -88,6 +95,9 @@ class RankTimes(PhaseWatch):
         least = min(stages["other"] for stages in self.ranks)
         for stages in self.ranks:
             stages["other"] -= least
+        if trainer.comm.is_main:
+            data = {"iteration": trainer.updater.iteration, "hosts": [host for _, host, _ in gathered], "ranks": self.ranks}
+            replace_file(Path(trainer.out) / DATA, json.dumps(data, indent=1) + "\n")
         slowest, spread = _slowest(self.ranks)
         work = self.ranks[slowest]
         total, waiting = sum(sum(stages.values()) for stages in self.ranks), sum(stages["waiting"] for stages in self.ranks)
