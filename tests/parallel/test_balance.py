@@ -11,7 +11,7 @@ from torch import nn
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.virtual_ranks import Deal
 from chainring.datasets import TupleDataset
-from chainring.iterators import LoaderIterator, MultiprocessIterator, SerialIterator
+from chainring.iterators import Iterator, LoaderIterator, MultiprocessIterator, SerialIterator
 from chainring.training import StandardUpdater, Trainer, extensions
 from chainring.training.updaters._balance import Balance, fastest
 from rank_pair import on_ranks, on_two_ranks
@@ -60,6 +60,46 @@ class TwoSteps(StandardUpdater):
             self.step()
 
 
+class Around(Iterator):
+    """Returns the batches of another iterator; the class below tells that of each deal, and the last keeps one ahead."""
+
+    serves_virtual_ranks = True
+
+    def __init__(self, inner):
+        self.inner, self.batch_size = inner, inner.batch_size
+
+    def use_virtual_ranks(self, count):
+        super().use_virtual_ranks(count)
+        self.inner.use_virtual_ranks(count)
+
+    def share(self, rank, size):
+        super().share(rank, size)
+        self.inner.share(rank, size)
+
+    def __next__(self):
+        return next(self.inner)
+
+    def serialize(self, serializer):
+        serializer.visit("inner", self.inner)
+
+
+class Told(Around):
+    serves_virtual_ranks = True
+
+    def __next__(self):
+        self.inner.deal = self.deal
+        return super().__next__()
+
+
+class Ahead(Told):
+    serves_virtual_ranks = True
+
+    def __next__(self):
+        batch = getattr(self, "batch", None) or super().__next__()
+        self.batch = super().__next__()
+        return batch
+
+
 def train(comm, out, balance, milliseconds, kind="serial", cls=StandardUpdater, **settings):
     """The calls in the last ten updates, and the bits of everything that the run has made."""
     torch.manual_seed(3)
@@ -68,6 +108,9 @@ def train(comm, out, balance, milliseconds, kind="serial", cls=StandardUpdater, 
         "serial": lambda: SerialIterator(data, 16, seed=5),
         "processes": lambda: MultiprocessIterator(data, 16, seed=5, n_processes=2),
         "loader": lambda: LoaderIterator(torch.utils.data.DataLoader(data, 16)),
+        "around": lambda: Around(SerialIterator(data, 16, seed=5)),
+        "told": lambda: Told(SerialIterator(data, 16, seed=5)),
+        "ahead": lambda: Ahead(SerialIterator(data, 16, seed=5)),
     }
     model = Slow(milliseconds[comm.rank])
     optimizer = torch.optim.Adam(model.parameters())
@@ -92,8 +135,9 @@ def train(comm, out, balance, milliseconds, kind="serial", cls=StandardUpdater, 
         ("serial", {"accumulate": 2}),
         ("processes", {}),
         ("loader", {}),
+        ("told", {}),
     ],
-    ids=["plain", "two steps", "accumulate", "processes", "loader"],
+    ids=["plain", "two steps", "accumulate", "processes", "loader", "an iterator around another"],
 )
 def test_a_slow_rank_computes_fewer_virtual_ranks_and_no_bit_differs(tmp_path, kind, settings):
     """It has fewer than half soon, and the other the rest; parameters, moments and rows are the same."""
@@ -111,13 +155,21 @@ def _train(comm, out, balance, milliseconds, kind_and_class, settings):
     return train(comm, out, balance, milliseconds, *kind_and_class, **settings)
 
 
+@pytest.mark.parametrize("kind", ["around", "ahead"])
+def test_an_iterator_that_returns_the_rows_of_an_earlier_deal_is_refused(tmp_path, kind):
+    """One around another that does not tell it the deal, and one that has cut a batch before the deal was made."""
+    errors = on_two_ranks(_train, tmp_path, "speed", (30, 0), (kind, StandardUpdater), {})
+    words = f"iterator 'main' ({kind.title()}) has returned [8, 8] rows to the ranks, of which"
+    assert [(words in error, "self.take_share(batch)" in error) for error in errors] == [(True, True)] * 2
+
+
 def test_of_three_ranks_the_fast_one_has_most(tmp_path):
     """The fast rank has more of eight virtual ranks than either of the others."""
     slow, other, fast = (calls for calls, *_ in on_ranks(3, train, tmp_path, "speed", (40, 40, 8)))
     assert (slow < fast, other < fast, slow + other + fast) == (True, True, 10 * COUNT)
 
 
-class Told(Communicator):
+class Measured(Communicator):
     """Two ranks, of which each measurement is told: seconds for a virtual rank."""
 
     size = 2
@@ -131,7 +183,7 @@ class Told(Communicator):
 
 def deals_of(measurements, updates, count=COUNT):
     """The deals after each of so many updates."""
-    balance, deal, deals = Balance(Told(measurements), torch.device("cpu"), True), Deal.even(2, count), []
+    balance, deal, deals = Balance(Measured(measurements), torch.device("cpu"), True), Deal.even(2, count), []
     for _ in range(updates):
         balance.begin(deal)
         with balance.computing():
