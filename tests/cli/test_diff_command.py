@@ -17,6 +17,7 @@ from chainring import iterators
 from chainring._runs.conditions import collect
 from chainring._runs.finished import FinishedRun
 from chainring.cli import main
+from chainring.training import extensions
 
 DIFFERENCES = planted.DIFFERENCES
 SAME = {
@@ -64,6 +65,15 @@ def test_one_ulp_is_found_by_the_digests_of_its_iteration(base, tmp_path, capsys
     planted.make_trainer(str(tmp_path / "run"), later=(16, f"ulp {name}")).run()
     status, found = diff(capsys, base / "recorded", tmp_path / "run")
     assert (status, found["iteration"], found["what"], found["tensor"]) == (1, 16, "tensor", tensor)
+
+
+def test_times_of_ranks_are_no_difference(tmp_path, capsys):
+    """No two runs share them, as they share no speed."""
+    for name in ("one", "two"):
+        trainer = planted.make_trainer(str(tmp_path / name))
+        trainer.extend(extensions.RankTimes(trigger=(2, "iteration")), name="times")
+        trainer.run()
+    assert diff(capsys, tmp_path / "one", tmp_path / "two")[0] == 0
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)

@@ -13,6 +13,23 @@ from chainring.datasets import TupleDataset
 from chainring.training import extensions, triggers
 
 
+@pytest.mark.parametrize(("count", "words"), [(None, "the last bits are not"), (4, "virtual ranks compute the same bits")])
+def test_another_number_of_ranks_changes_the_last_bits_except_with_virtual_ranks(tmp_path, capsys, count, words):
+    """What is printed says which of both it is."""
+
+    def make_trainer():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        data = iterators.SerialIterator(torch.ones(8, 2), 4)
+        updater = training.StandardUpdater(data, optimizer, model, loss_func=lambda m, x: m(x).sum(), virtual_ranks=count)
+        return training.Trainer(updater, (1, "iteration"), out=str(tmp_path))
+
+    state = make_trainer().state_dict()
+    of_rank_1 = {key.replace("generators/0", "generators/1"): value for key, value in state.items()}
+    make_trainer().load_state_dict(of_rank_1 | state)
+    assert words in capsys.readouterr().out
+
+
 class TestSettingsOfAResumedRun:
     """Torch saves the learning rate with the state, so a new one in the script must be told from a decayed one."""
 

@@ -47,7 +47,9 @@ LOG = "log.jsonl"
 _RECORDER = "recorder.bin"  # the default name
 _LARGEST_STATE = 1 << 30  # bytes of the values of a snapshot that are not tensors
 _SETTING = re.compile(r"updater/settings/.*|updater/iterator:[^/]*/(size|batch_size)")
-_SPEEDS = {"Throughput": "throughput", "SystemMetrics": "system"}  # what reports them, and its default name
+SPEEDS = {"Throughput": "throughput", "SystemMetrics": "system", "RankTimes": "rank_times"}
+"""What reports times and speeds, with its default name."""
+
 _LONGEST_LINE = 1 << 26  # bytes
 _CHUNK = 1 << 20  # bytes read at once
 _TAIL = 256  # bytes by which a file that was cut back and written on is told from one that has grown
@@ -226,7 +228,7 @@ class FinishedRun:
         plan = self.record.get("plan")
         entries = plan.get("extensions") if isinstance(plan, dict) else None
         entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        return {str(entry.get("name")) for entry in entries if str(entry.get("class")) in _SPEEDS} or set(_SPEEDS.values())
+        return {str(entry.get("name")) for entry in entries if str(entry.get("class")) in SPEEDS} or set(SPEEDS.values())
 
     @property
     def last(self) -> int:

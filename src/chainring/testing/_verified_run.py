@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from chainring import _random, serializers
+from chainring._runs.finished import SPEEDS
 from chainring.testing._live_traces import fingerprint
 from chainring.testing._processes import MARK, ProcessTask, call_make_trainer, run_script
 from chainring.training._entry import Entry, Observer
@@ -35,7 +36,6 @@ _FEW = 10  # iterations, for which a run may take longer than its seconds
 _MOST_LOOKS, _LOOKS_EACH = 0.1, 8  # of the time of a run, and the iterations after which it may be looked at
 _RARELY = 4  # the part of the looks in which what marks a phase has changed at most
 _CACHES = frozenset(["__pycache__", ".cache", "matplotlib"])  # folders of files that are no results
-_SPEEDS = ("Throughput", "SystemMetrics")
 _HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # in the keys that an evaluation reports
 
 
@@ -208,7 +208,7 @@ class _Recording(Observer):
             "threads": torch.get_num_threads(),
             "inexact": _random.nondeterminism_reason(),
             "logs": [name for report in reports for name in report.writes if name.endswith(".jsonl")],
-            "speeds": [entry.name for entry in trainer.entries if type(entry.extension).__name__ in _SPEEDS],
+            "speeds": [entry.name for entry in trainer.entries if type(entry.extension).__name__ in SPEEDS],
             "clocks": [entry.name for entry in trainer.entries if isinstance(entry.trigger, TimeTrigger)],
         }
         _append(self._task, "end", attributes_of(trainer, in_modules=True))

@@ -472,6 +472,8 @@ def _visit_generators(serializer: AbstractSerializer, trainer: Trainer, loaded: 
         ranks = {path.partition("/")[0] for path in serializer.paths()}
         if comm.is_main and len(ranks) != comm.size:
             consequence = "examples and their order are the same, and the last bits are not"
+            if getattr(trainer.updater, "virtual_ranks", None) is not None:
+                consequence = "virtual ranks compute the same bits"
             announce_change("number of ranks", len(ranks), comm.size, consequence)
         saved = {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
         return saved.get(str(comm.rank))
