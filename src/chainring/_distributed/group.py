@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from itertools import groupby
 from operator import attrgetter
@@ -31,15 +31,16 @@ _FIRST_BUCKET, _GRADIENT_BUCKET = 1 << 20, 8 << 20  # bytes of gradients, or mor
 class GroupCommunicator(Communicator):
     """Exchanges tensors, and objects, through a process group of torch.distributed.
 
-    ``waiting`` returns the context of an exchange, in which this thread waits for the other ranks. The communicators in
-    ``within`` are those of some of its ranks, which leave with it.
+    ``waiting`` returns the context of an exchange, in which this thread waits for the other ranks, within those that
+    ``watchers`` return. The communicators in ``within`` are those of some of its ranks, which leave with it.
     """
 
     def __init__(self, group: Any, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group = self._objects = group
-        self.waiting = waiting
+        self._waiting = waiting
+        self.watchers: tuple[Callable[[], AbstractContextManager[None]], ...] = ()
         self.within: list[GroupCommunicator] = []
         self._under_way: dict[int, list[Any]] = {}  # by number: an exchange that was begun, and what it sends
         self._begun = 0
@@ -54,6 +55,14 @@ class GroupCommunicator(Communicator):
         self._group = self._objects = None  # a connection is closed with the last reference
         for group in groups:
             end_groups(group)
+
+    def waiting(self) -> AbstractContextManager[Any]:
+        if not self.watchers:
+            return self._waiting()
+        stack = ExitStack()
+        for context in (*self.watchers, self._waiting):
+            stack.enter_context(context())
+        return stack
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         for flat in _flattened(tensors):

@@ -240,7 +240,7 @@ class ProcessGroupCommunicator(GroupCommunicator):
 
     def beside(self) -> Communicator:
         self.barrier()  # so that they connect at the same time
-        waiting = self.waiting if self._failures is None else partial(self._failures.exchange, is_beside=True)
+        waiting = self._waiting if self._failures is None else partial(self._failures.exchange, is_beside=True)
         return ProcessGroupCommunicator(self.device, self.local_rank, None, exchange=waiting)
 
     def failed(self, error: BaseException) -> BaseException:

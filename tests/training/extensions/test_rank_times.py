@@ -5,14 +5,16 @@ import io
 import json
 import re
 import time
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from chainring import html_report
 from chainring.datasets import TupleDataset
-from chainring.iterators import SerialIterator
+from chainring.iterators import LoaderIterator, SerialIterator
 from chainring.training import StandardUpdater, Trainer, extensions
 from rank_pair import on_ranks, on_two_ranks
 
@@ -63,21 +65,37 @@ class Steps(torch.optim.SGD):
         return super().step(closure)
 
 
-def train(comm, out, slow, virtual_ranks=None, everywhere=2):
+class TwoSteps(StandardUpdater):
+    def update_core(self):
+        for _ in range(2):
+            self.backward(self.get_model("main")(*self.next_batch()))
+            self.step()
+
+
+def train(comm, out, slow, virtual_ranks=None, everywhere=2, kind=None):
     """What was reported last, and what rank 0 has printed; each stage takes 2 ms, and that of the slow rank many."""
     times = dict.fromkeys(("data", "forward", "backward", "step", "other"), everywhere)
     if slow is not None and comm.rank == slow[0]:
         times[slow[1]] = 150
     torch.manual_seed(0)
     model = Model(times["forward"], times["backward"])
+    model.register_buffer("mean", torch.zeros(1))
+    if kind == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
     optimizer = Steps(model.parameters(), 0.01)
     optimizer.milliseconds = times["step"]
     data = Data(times["data"] / 4, torch.randn(32, 3))
-    updater = StandardUpdater(SerialIterator(data, 4 * comm.size), optimizer, model, comm=comm, virtual_ranks=virtual_ranks)
+    iterator = SerialIterator(data, 4 * comm.size)
+    if kind == "a share by the loader":
+        iterator = LoaderIterator(DataLoader(data, 4, sampler=range(comm.rank, 32, comm.size)), per_rank=True)
+    cls = TwoSteps if kind == "two steps" else StandardUpdater
+    updater = cls(iterator, optimizer, model, comm=comm, virtual_ranks=virtual_ranks)
     trainer = Trainer(updater, (8, "iteration"), out=str(out))
     trainer.extend(lambda trainer: spend(times["other"]), name="mine", trigger=(1, "iteration"))
     rank_times = extensions.RankTimes(trigger=(4, "iteration"))
     trainer.extend(rank_times)
+    if kind == "gathered":
+        trainer.extend(lambda trainer: trainer.comm.gather_object(0), name="gather", trigger=(1, "iteration"))
     trainer.extend(extensions.LogReport(trigger=(4, "iteration")))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -98,6 +116,44 @@ def test_the_slow_rank_and_its_stage_are_named_and_not_who_waits(tmp_path, stage
     waiting, busy = (seconds["waiting"] for seconds in ranks)
     assert (waiting > busy, row["rank_times/waiting"] > 0.05) == (True, True)
     assert row[f"rank_times/{stage}"] > 1.5 * ranks[0][stage]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "virtual_ranks"),
+    [
+        ("DDP", "data", None),
+        ("DDP", "backward", None),
+        ("DDP", "step", None),
+        ("two steps", "forward", 4),
+        ("a share by the loader", "data", None),
+        ("gathered", "other", None),
+    ],
+)
+def test_what_a_rank_waits_for_in_any_exchange_is_not_its_work(tmp_path, kind, stage, virtual_ranks):
+    """In a model of DDP, between steps of virtual ranks, at the end of a loader's pass, and in an extension."""
+    (row, printed, ranks), _ = on_two_ranks(train, tmp_path, (1, stage), virtual_ranks, 2, kind)
+    assert (row["rank_times/slowest"], f"most of it is {stage}, " in printed) == (1, True)
+    of_waiting, of_slow = (sum(seconds for name, seconds in rank.items() if name != "waiting") for rank in ranks)
+    assert (ranks[0]["waiting"] > 0.1, of_waiting < of_slow / 2) == (True, True)
+
+
+def test_a_model_that_exchanges_amid_its_work_is_warned_about(tmp_path):
+    """Of ``fully_shard``, whose waits are not told apart."""
+    assert all("counts as its work" in text for text in on_two_ranks(shard, tmp_path))
+
+
+def shard(comm, out):
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(Model(0, 0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    updater = StandardUpdater(SerialIterator(TupleDataset(torch.randn(8, 3)), 4), optimizer, model, comm=comm)
+    trainer = Trainer(updater, (1, "iteration"), out=str(out))
+    trainer.extend(extensions.RankTimes())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.run()
+    return " ".join(str(warning.message) for warning in caught)
 
 
 def test_a_slow_rank_of_three_is_compared_with_the_median(tmp_path):

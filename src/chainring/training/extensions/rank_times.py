@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from chainring._distributed.sharding import is_sharded
 from chainring._files import replace_file
-from chainring._messages import info
+from chainring._messages import info, warn
 from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER
 from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
+from chainring.training.updaters.callbacks import UpdateContext
 
 DATA = "rank_times.json"
 _SLOW = 1.2  # times the median of all ranks, beyond which a rank is named
@@ -38,7 +44,10 @@ class RankTimes(PhaseWatch):
 
     A rank that takes over 1.2 times the median is named in a line, with the stage that differs most, once until another
     rank or stage is. On an accelerator the times are between events there, which are read when they have passed: nobody
-    waits for it. Ranks exchange gradients after the backward instead of within it, so that waiting is not taken for work.
+    waits for it. Ranks exchange gradients after the backward instead of within it, so that waiting is not taken for work;
+    nor is it where data, a step, an extension or a model of DDP waits in an exchange. It is where the script calls
+    ``torch.distributed`` itself, and in models of ``fully_shard`` and ``parallelize_module``, and compiled ones of DDP, of
+    which a warning says so.
 
     ``rank_times.json`` has the seconds of the last report by rank and stage, which the page of the run draws.
 
@@ -63,26 +72,90 @@ class RankTimes(PhaseWatch):
         self.trigger = get_trigger(trigger)
         self.ranks: list[dict[str, float]] = []
         self._device: torch.device | None = None  # that of the models, if it is an accelerator
-        self._events = deque[tuple[str, Any]]()  # on it, with the phases that they end
+        self._notes = deque[list[Any]]()  # phases, each with the time at which it has ended
+        self._unnamed: list[list[Any]] = []  # notes of parts of a phase that has not ended yet
+        self._gradient: Any = None  # the time of the last gradient in this backward
         self._named: tuple[int, str] | None = None
 
     def initialize(self, trainer: Trainer) -> None:
         self._device = accelerator_of(trainer)
-        self._events.clear()
+        self._notes.clear()
         self.seconds, self.iterations = dict.fromkeys(PHASES, 0.0), 0
+        world: Any = trainer.comm.world
+        if hasattr(world, "watchers"):  # otherwise it is alone, or one of the user's
+            world.watchers += (self._wait,)
+            self._undo.callback(lambda: setattr(world, "watchers", tuple(f for f in world.watchers if f != self._wait)))
+            for name, model in trainer.updater.get_all_models().items():
+                self._watch_exchanges(name, model)
         super().initialize(trainer)
 
-    def _mark(self, phase: str) -> None:
+    def _watch_exchanges(self, name: str, model: nn.Module) -> None:
+        """Tell what a model waits for in exchanges of its own from its work."""
+        modules = list(model.modules())
+        replicated = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        is_compiled = any(hasattr(module, "_orig_mod") for module in modules)  # to graphs that hooks would change
+        if any(map(is_sharded, model.parameters())) or (replicated and is_compiled):
+            warn(
+                f"model {name!r} exchanges amid forward and backward, and what a rank waits for there counts as its work: a "
+                "slow rank may not be named. RankTimes tells them apart where the model is plain, or in "
+                "DistributedDataParallel and not compiled"
+            )
+            return
+        for module in replicated:
+            hooks: list[Any] = [module.register_forward_pre_hook(lambda *_: self._note(None))]
+            hooks.append(module.module.register_forward_pre_hook(lambda *_: self._note("communication")))
+            trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            hooks += [parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in trained]
+            for hook in hooks:
+                self._undo.callback(hook.remove)
+
+    @contextmanager
+    def _wait(self) -> Generator[None]:
+        """Return the context in which this rank waits for others, in whichever phase."""
+        self._note(None)
+        try:
+            yield
+        finally:
+            self._note("communication")
+
+    def _now(self) -> Any:
         if self._device is None:
-            super()._mark(phase)
+            return time.perf_counter()
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _note(self, phase: str | None) -> None:
+        """Count the time since the last note as that of a phase, or of the one that ends next."""
+        if self._notes:
+            self._notes.append([phase, self._now()])
+            if phase is None:
+                self._unnamed.append(self._notes[-1])
+
+    def _note_gradient(self, _: Tensor) -> None:
+        if self._gradient is None or self._device is None:
+            self._gradient = self._now()
         else:
-            event = torch.Event(device=self._device, enable_timing=True)
-            event.record()
-            self._events.append((phase, event))
-            while len(self._events) > 1 and self._events[1][1].query():
-                _, began = self._events.popleft()
-                ended_phase, ended = self._events[0]
-                self.seconds[ended_phase] += began.elapsed_time(ended) / 1000
+            self._gradient.record()
+
+    def _mark_stage(self, stage: str, phase: str, context: UpdateContext) -> None:
+        if stage == "backward_on_start":
+            self._gradient = None
+        elif stage == "backward_on_finish" and self._gradient is not None:  # DDP waits after the last one
+            self._unnamed.append([None, self._gradient])
+            self._notes.append(self._unnamed[-1])
+            self._note("communication")
+        super()._mark_stage(stage, phase, context)
+
+    def _mark(self, phase: str) -> None:
+        self._notes.append([phase, self._now()])
+        for note in self._unnamed:
+            note[0] = phase
+        self._unnamed.clear()
+        while len(self._notes) > 1 and (self._device is None or self._notes[1][1].query()):
+            _, began = self._notes.popleft()
+            ended_phase, ended = self._notes[0]
+            self.seconds[ended_phase] += ended - began if self._device is None else began.elapsed_time(ended) / 1000
 
     def __call__(self, trainer: Trainer) -> None:
         if not self.iterations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from statistics import median
@@ -14,6 +14,7 @@ import torch
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.virtual_ranks import Deal
+from chainring.datasets._batches import count_examples
 
 _WARM_UP = 2  # updates, in which much is compiled and allocated once
 _FIRST = 4  # of those after them are measured,
@@ -70,6 +71,7 @@ class Balance:
         self._last: Span | None = None  # of the update that was measured before
         self._updates = 0
         self._measured = deque[list[float]](maxlen=_KEPT)  # seconds for a virtual rank, by rank
+        self._unchecked = dict[str, Deal]()  # the deal that was told, by the iterator of which no batch was counted since
 
     def begin(self, deal: Deal) -> None:
         """Begin an update."""
@@ -112,6 +114,27 @@ class Balance:
         seconds = [median(of_rank) for of_rank in zip(*self._measured, strict=True)]
         better = fastest(seconds, deal.count)
         return better if _slowest(better, seconds) < (1 - _GAIN) * _slowest(deal, seconds) else deal
+
+    def tell(self, deal: Deal, iterators: Mapping[str, Any]) -> None:
+        """Tell iterators the deal of their next batches."""
+        for iterator in iterators.values():
+            iterator.deal = deal
+        self._unchecked = dict.fromkeys(iterators, deal)
+
+    def check_rows(self, name: str, iterator: Any, batch: Any) -> None:
+        """Refuse an iterator that does not return to the ranks the rows of the deal that it was told."""
+        if (deal := self._unchecked.get(name)) is None:
+            return
+        rows: list[Any] = self._comm.gather_object(count_examples(batch))
+        if (total := sum(rows)) >= deal.count:  # of fewer, two deals may give each rank equally many
+            del self._unchecked[name]
+        if rows != (due := [sum(len(range(v, total, deal.count)) for v in block) for block in deal.blocks]):
+            raise RuntimeError(
+                f'with balance="speed" virtual ranks are dealt anew, and iterator {name!r} ({type(iterator).__name__}) has '
+                f"returned {rows} rows to the ranks, of which {due} are theirs now: keep whole batches, and let __next__ "
+                "return self.take_share(batch) of one; an iterator that returns what another one does writes "
+                "inner.deal = self.deal before next(inner)"
+            )
 
 
 def fastest(seconds: Sequence[float], count: int) -> Deal:

@@ -140,7 +140,6 @@ class VirtualRanks:
         self.seed: int | None = None
         self.may_continue = may_continue  # an update_core may continue after a step
         self._is_started = False
-        self._unchecked = set[str]()  # the iterators of which no batch of the deal was counted
 
     @property
     def count(self) -> int:
@@ -179,29 +178,12 @@ class VirtualRanks:
         self.balance.begin(self.deal)
         weight, pins = VirtualUpdate(self, update).run()
         if (deal := self.balance.end(self.deal)) != self.deal:
-            self.deal, self._unchecked = deal, set(self.scheme.iterators)
-            for iterator in self.scheme.iterators.values():
-                iterator.deal = deal
+            self.deal = deal
+            self.balance.tell(deal, self.scheme.iterators)
         if self.comm.rank > 0:
             return 0
         update.pins = pins
         return weight
-
-    def check_rows(self, name: str, batch: Any) -> None:
-        """Refuse an iterator that returns to the ranks the rows of an earlier deal, or of another one."""
-        if name not in self._unchecked:
-            return
-        rows: list[Any] = self.comm.gather_object(count_examples(batch))
-        total = sum(rows)
-        if total >= self.count:  # of fewer, two deals may give each rank equally many
-            self._unchecked.remove(name)
-        if rows != (due := [sum(len(range(v, total, self.count)) for v in block) for block in self.deal.blocks]):
-            raise RuntimeError(
-                f'with balance="speed" virtual ranks are dealt anew, and iterator {name!r} '
-                f"({type(self.scheme.iterators[name]).__name__}) has returned {rows} rows to the ranks, of which {due} are "
-                "theirs now: keep whole batches, and let __next__ return self.take_share(batch) of one; an iterator that "
-                "returns what another one does writes inner.deal = self.deal before next(inner)"
-            )
 
 
 class VirtualUpdate:
@@ -405,7 +387,7 @@ class VirtualUpdate:
         try:
             with self._ranks.balance.paused():
                 batch = next(iterator)
-                self._ranks.check_rows(name, batch)
+                self._ranks.balance.check_rows(name, iterator, batch)
         except StopIteration as end:
             error = end
         self._positions[name] = _position(iterator)
