@@ -1,6 +1,7 @@
 """What every test has: one thread, and generators that the test before it has not touched."""
 
 import gc
+import importlib
 import logging
 import multiprocessing
 import random
@@ -84,6 +85,10 @@ def forked_scripts():
 
 
 def pytest_collection_finish():
-    """Leave all that was imported to the garbage that is never collected: forked workers would copy every page of it."""
+    """Leave all that was imported to the garbage that is never collected: forked workers would copy every page of it.
+
+    With what the first optimizer imports, through which each full collection would go otherwise.
+    """
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()

@@ -1,11 +1,18 @@
 """The page on the black box: its commands are run, and its pictures are drawn once more."""
 
+import contextlib
 import importlib.util
+import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+import forked
+from chainring.cli import main
+
+pytestmark = pytest.mark.usefixtures("forked_scripts")
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "black-box.md").read_text()
 STATUS = {"chainring diff": 1, "chainring replay result --to 43 train.py --lr 0.1": 1}
@@ -18,11 +25,24 @@ def drawing():
     spec = importlib.util.spec_from_file_location("black_box", DOCS / "pictures" / "black_box.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.call = call
     return module
 
 
+def call(command, folder):
+    """The exit status of a command of the page in a folder, and what it prints; nothing imports PyTorch for it anew."""
+    program, *arguments = shlex.split(command)
+    with contextlib.chdir(folder):
+        if program == "python":
+            done = forked.run(arguments, timeout=600)
+            return done.returncode, done.stdout + done.stderr
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            status = main(arguments)
+    return status, out.getvalue() + err.getvalue()
+
+
 @pytest.fixture(scope="module")
-def place(drawing):
+def place(drawing, forked_scripts):
     """The run of the page, and the other one with which it is compared."""
     with drawing.trained() as folder:
         assert drawing.call("python train.py --out other --lr 0.004", folder)[0] == 0

@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
@@ -14,8 +14,7 @@ def run(script, *arguments, check=True, processes=1):
     """What an example printed; with ``check`` off, the finished process, which may have failed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     launcher = [] if processes == 1 else [*TORCHRUN, f"--nproc-per-node={processes}"]
-    command = [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = forked.run([*launcher, EXAMPLES / script, *map(str, arguments)], env=environment, timeout=600)
     assert done.returncode == 0 or not check, done.stderr
     return done.stdout if check else done
 

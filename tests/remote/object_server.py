@@ -50,13 +50,13 @@ def one_at_a_time(application):
 
 
 def serve():
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     logging.getLogger("werkzeug").setLevel("CRITICAL")
     WSGIRequestHandler.protocol_version = "HTTP/1.1"
-    application = one_at_a_time(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, application, threaded=True)
+    store = create_backend_app("s3")  # itself: moto lists a directory in each request to know which service is asked
+    server = make_server("127.0.0.1", 0, one_at_a_time(store), threaded=True)
     threading.Thread(target=lambda: os._exit(bool(sys.stdin.buffer.read())), daemon=True).start()
     print(server.port, flush=True)
     server.serve_forever()
