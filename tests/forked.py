@@ -68,7 +68,7 @@ class Forked:
             self._answers.close()
         return self.returncode
 
-    def wait(self, timeout=60):
+    def wait(self, timeout=600):
         """The exit code, when it has ended; after that many seconds it is killed."""
         killing = threading.Timer(timeout, self.kill)
         killing.start()
@@ -81,7 +81,7 @@ class Forked:
             killing.join()
         return self.returncode
 
-    def communicate(self, timeout=60):
+    def communicate(self, timeout=600):
         """What it has written until its end; after that many seconds it is killed."""
         killing = threading.Timer(timeout, self.kill)
         killing.start()
@@ -121,7 +121,7 @@ class Forked:
                 file.close()
 
 
-def run(arguments, *, env=None, timeout=60):
+def run(arguments, *, env=None, timeout=600):
     """Runs a program to its end: what `subprocess.run` returns with ``capture_output=True, text=True``."""
     with Forked(arguments, env=env) as process:
         out, err = process.communicate(timeout)

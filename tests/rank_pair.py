@@ -16,14 +16,14 @@ def on_two_ranks(function, *arguments):
     return on_ranks(2, function, *arguments)
 
 
-def on_ranks(size, function, *arguments, seconds=60, device="cpu"):
+def on_ranks(size, function, *arguments, seconds=300, device="cpu"):
     """What ``function(comm, *arguments)`` returns on each of ``size`` ranks, or the error that it raises, as text."""
     shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
     return in_environments(environments, function, *arguments, seconds=seconds, device=device)
 
 
-def in_environments(environments, function, *arguments, seconds=60, device="cpu"):
+def in_environments(environments, function, *arguments, seconds=300, device="cpu"):
     """What ``function(comm, *arguments)`` returns in a process with each of the variables, or its error, as text."""
     context = multiprocessing.get_context("forkserver")
     size = len(environments)
@@ -42,7 +42,7 @@ def in_environments(environments, function, *arguments, seconds=60, device="cpu"
         raise TimeoutError(f"of {size} ranks only these have answered, and with this: {found}") from None
     finally:
         for rank in ranks:
-            rank.join(10)
+            rank.join(60)
             rank.kill()
     return [found[rank] for rank in range(size)]
 

@@ -34,7 +34,7 @@ def call(command, folder):
     program, *arguments = shlex.split(command)
     with contextlib.chdir(folder):
         if program == "python":
-            done = forked.run(arguments, timeout=600)
+            done = forked.run(arguments)
             return done.returncode, done.stdout + done.stderr
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             status = main(arguments)

@@ -35,7 +35,7 @@ def alone(command, environment):
 def by_torchrun(command, environment):
     """Two processes run it, which torchrun starts."""
     command = [sys.executable, *TORCHRUN, *command]
-    return [subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)]
+    return [subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)]
 
 
 def two(command, environment):
@@ -45,7 +45,7 @@ def two(command, environment):
 
 def on_ranks(number, command, environment):
     """As many processes as are asked for run it."""
-    ranks = started(number, lambda rank: forked.run(command, env={**environment, **rank}, timeout=120))
+    ranks = started(number, lambda rank: forked.run(command, env={**environment, **rank}, timeout=600))
     return [rank.result() for rank in ranks]
 
 

@@ -14,7 +14,7 @@ MNIST = Path(__file__).parent.parent / "examples" / "mnist"
 def run(script, *arguments):
     """Runs an example in a process of its own and returns what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forked.run([MNIST / script, *map(str, arguments)], env=environment, timeout=120)
+    done = forked.run([MNIST / script, *map(str, arguments)], env=environment, timeout=600)
     done.check_returncode()
     return done.stdout
 

@@ -57,7 +57,7 @@ def train(length, stop, fails=None):
 
 
 def client_of(notebook, directory):
-    return NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(directory)}})
+    return NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(directory)}})
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ MNIST = TESTS.parent / "examples" / "mnist" / "train_mnist.py"
 def start(script, *arguments):
     """Runs a script in a process of its own; what became of it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return forked.run([script, *map(str, arguments)], env=environment, timeout=120)
+    return forked.run([script, *map(str, arguments)], env=environment, timeout=600)
 
 
 def run(script, *arguments):

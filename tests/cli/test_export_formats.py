@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from chainring import iterators, serializers, training
 from chainring.cli import main
@@ -69,6 +68,8 @@ def test_distributed_checkpoint_reads_the_directory_into_a_plain_state_dict(save
 
 def test_transformers_reads_the_directory_with_the_config_beside_it(tmp_path):
     """Of a model with tied embeddings; there is no config.json in it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config)
     directory = snapshot_of(model, tmp_path / "snapshot")

@@ -43,7 +43,7 @@ class Answer(BaseHTTPRequestHandler):
         mirror, name = self.server, self.path.removeprefix("/files/")
         mirror.asked.append(name)
         mirror.was_asked.set()
-        mirror.may_answer.wait(30)
+        mirror.may_answer.wait(120)
         self.close_connection = True
         if name not in mirror.files:
             return self.send_error(404)
@@ -185,9 +185,9 @@ def test_two_at_once_download_once(serve, folder):
     looked = Looked({"a": digest(CONTENT)})
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(source(mirror).download)
-        assert mirror.was_asked.wait(30)
+        assert mirror.was_asked.wait(120)
         second = pool.submit(RemoteFiles("set", (mirror.url,), looked).download)
-        assert looked.now.wait(30)
+        assert looked.now.wait(120)
         mirror.may_answer.set()
         assert first.result(30) == second.result(30)
     assert mirror.asked == ["a"]

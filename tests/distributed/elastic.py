@@ -12,7 +12,7 @@ from worlds import Row, World, drawn, same
 from ports import free_port
 from tries import WrongEndError
 
-LIMIT = 150.0  # seconds: torch is imported by seven processes
+LIMIT = 600.0  # seconds: torch is imported by seven processes
 
 
 class Agent:

@@ -17,7 +17,7 @@ from worlds import Row, World, same
 from tries import WrongEndError
 
 HERE = Path(__file__).parent
-LIMIT = 240.0  # seconds: Ray starts a dozen processes
+LIMIT = 600.0  # seconds: Ray starts a dozen processes
 SIZE = 2
 ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 ACCELERATE = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
@@ -52,7 +52,7 @@ def commands():
 def answer(*command):
     """What a command prints; nothing if it is not installed, or does not answer."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False, env=os.environ | ALLOW_ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | ALLOW_ROOT)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout

@@ -23,7 +23,7 @@ from chainring.serializers._store import open_store
 from ports import free_port
 from tries import WrongEndError
 
-LIMIT = 60.0  # seconds that a world may take
+LIMIT = 240.0  # seconds that a world may take
 AT_ONCE = 10.0  # seconds in which all have stopped after one has failed
 MESHES = [(kind, rows * columns) for kind, (rows, columns) in layouts.MESHES.items()]
 KINDS = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]

@@ -14,7 +14,7 @@ def run(script, *arguments, check=True, processes=1):
     """What an example printed; with ``check`` off, the finished process, which may have failed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     launcher = [] if processes == 1 else [*TORCHRUN, f"--nproc-per-node={processes}"]
-    done = forked.run([*launcher, EXAMPLES / script, *map(str, arguments)], env=environment, timeout=600)
+    done = forked.run([*launcher, EXAMPLES / script, *map(str, arguments)], env=environment)
     assert done.returncode == 0 or not check, done.stderr
     return done.stdout if check else done
 

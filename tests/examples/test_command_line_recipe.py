@@ -17,7 +17,7 @@ def start(tmp_path, monkeypatch):
     """Starts the script with arguments, in the directory of the test."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
-    return lambda *arguments: forked.run(["train.py", *arguments], timeout=600)
+    return lambda *arguments: forked.run(["train.py", *arguments])
 
 
 def test_options_and_the_file_of_settings_are_recorded_with_the_run(tmp_path, start):

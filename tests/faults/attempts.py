@@ -24,9 +24,9 @@ from chainring._files import is_temporary
 from chainring.serializers._store import open_store
 from tries import WrongEndError
 
-LIMIT = 60.0  # seconds that an attempt may take
+LIMIT = 240.0  # seconds that an attempt may take
 OTHERS = (".", "previous", "abandoned", "wandb", "comet")  # how the names of directories that are no snapshots begin
-LEFT = 8.0  # seconds in which the workers of a killed process must be gone
+LEFT = 60.0  # seconds in which the workers of a killed process must be gone
 
 
 @dataclass

@@ -23,7 +23,7 @@ from tries import WrongEndError
 BALLAST = 9 << 20  # bytes, more than a part of an upload
 ANSWER = 1.0  # seconds for which a process of a try waits for an answer
 RATE = 0.04  # of the requests that fail, where some do
-QUIET = 10.0  # seconds after which nothing may be left of a killed process's requests
+QUIET = 60.0  # seconds after which nothing may be left of a killed process's requests
 
 UPLOAD = re.compile(r"/run/[^/]+/[0-9a-f]{16}/")  # the path of a request for a file of a snapshot
 ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/(?P<name>[^/]+)/manifest\.json")

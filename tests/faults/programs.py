@@ -445,7 +445,7 @@ def _run(place, script, *arguments, ranks=1, allowed=(0,)):
     def start(rank):
         variables = {**shared, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
-        return forked.run([str(script), *map(str, arguments)], env=environment, timeout=120)
+        return forked.run([str(script), *map(str, arguments)], env=environment, timeout=600)
 
     with ThreadPoolExecutor(ranks) as pool:
         ended = list(pool.map(start, range(ranks)))

@@ -6,13 +6,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.parse
 
 import pytest
 
+import forked
 from chainring.cli import main
 from chainring.html_report import watch
 from report_runs import falling, logged, recorded
@@ -47,7 +46,7 @@ class Stream:
 
 
 def connection_to(address):
-    return http.client.HTTPConnection(urllib.parse.urlsplit(address).netloc, timeout=20)
+    return http.client.HTTPConnection(urllib.parse.urlsplit(address).netloc, timeout=120)
 
 
 def asked(address, path="/", method="GET", **headers):
@@ -246,15 +245,14 @@ def test_no_thread_stays_when_it_ends(tmp_path):
 def test_ctrl_c_ends_the_command(tmp_path):
     """Cleanly: who listens is told, nothing is printed, and the run has no file more."""
     out = logged(tmp_path / "a", falling(5))
-    command = [sys.executable, "-m", "chainring", "report", "--watch", "--port", "0", "--json", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    lines = [process.stdout.readline() for _ in range(3)]
-    address = json.loads("".join(lines))["address"]
-    with Stream(address, mark_of(address)) as stream:
-        append(out, falling(6)[5:])
-        assert stream.next()[0] == "change"
-        process.send_signal(signal.SIGINT)
-        assert stream.next()[0] == "end"
-    _, errors = process.communicate(timeout=20)
+    with forked.Forked(["-m", "chainring", "report", "--watch", "--port", "0", "--json", out]) as process:
+        lines = [process.stdout.readline() for _ in range(3)]
+        address = json.loads("".join(lines))["address"]
+        with Stream(address, mark_of(address)) as stream:
+            append(out, falling(6)[5:])
+            assert stream.next()[0] == "change"
+            process.send_signal(signal.SIGINT)
+            assert stream.next()[0] == "end"
+        _, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (0, "")
     assert [path.name for path in out.iterdir()] == ["log.jsonl"]

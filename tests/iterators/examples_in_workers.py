@@ -73,7 +73,7 @@ def is_alive(pid):
     return False
 
 
-def gone(pids, seconds=10.0):
+def gone(pids, seconds=60.0):
     """Wait until these processes have ended; return False if one still runs after so many seconds."""
     end = time.monotonic() + seconds
     while any(map(is_alive, pids)):

@@ -189,7 +189,7 @@ def test_finalize_from_another_thread_ends_the_workers_too():
     next(iterator)
     thread = threading.Thread(target=iterator.finalize)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert workers() == []
 

@@ -96,7 +96,7 @@ def in_process(function, kind, out):
         sender.close()
         assert receiver.poll(60)
         children = receiver.recv()
-        process.join(30)
+        process.join(120)
         return process.exitcode, children
     finally:
         process.kill()

@@ -211,7 +211,7 @@ def ends(tmp_path_factory):
 
 @pytest.mark.parametrize("different", CASES)
 def test_a_setting_that_differs_is_named_on_both_ranks_before_the_first_update(ends, different):
-    """With both values, in less than ten seconds."""
+    """With both values, in less than a minute."""
     title = {
         "dtype of bias": "bias",
         "bias is frozen": "bias",
@@ -223,7 +223,7 @@ def test_a_setting_that_differs_is_named_on_both_ranks_before_the_first_update(e
         assert isinstance(of_rank, dict), of_rank
         words, seconds = of_rank[different]
         assert isinstance(words, str), f"{words} iterations"
-        assert seconds < 10
+        assert seconds < 60
         assert "ValueError" in words or words.startswith("all ranks")
         for text in (title.get(different, different), *CASES[different], "rank 0", "rank 1"):
             assert text in words, words
@@ -318,7 +318,7 @@ def test_a_rank_without_a_communicator_is_named_where_others_wait_for_it(tmp_pat
     """On both, whichever begins first."""
     for words, seconds in on_two_ranks(without_comm, str(tmp_path), alone_first):
         assert "rank 1 runs its trainer without the communicator" in words
-        assert seconds < 10
+        assert seconds < 60
 
 
 def each_alone(comm, out):
@@ -338,7 +338,7 @@ def test_ranks_that_all_train_by_themselves_are_only_warned(tmp_path):
     """And may train together afterwards."""
     for iterations, seconds in on_two_ranks(each_alone, str(tmp_path)):
         assert iterations == 2
-        assert seconds < 10
+        assert seconds < 60
 
 
 def test_stages_of_a_pipeline_are_refused_as_such(ends):

@@ -28,7 +28,7 @@ from chainring.parallel import create_communicator
 from ports import free_port
 
 TIMEOUT = 6.0  # two busy processes beside a rank are not taken for a late one
-AT_MOST = TIMEOUT + 10
+AT_MOST = TIMEOUT + 60  # of a busy machine
 SHORT = "a group with a timeout of its own"
 
 
@@ -50,7 +50,7 @@ class Ranks:
     def ended(self, ranks, within=AT_MOST):
         """Their exit codes and what each has said, when they have ended: soon enough after it has happened."""
         for rank in ranks:
-            self.processes[rank].join(60)
+            self.processes[rank].join(120)
         codes = [self.processes[rank].exitcode for rank in ranks]
         assert (self.place / "happened").exists(), (codes, [self.said(rank) for rank in ranks])
         since = time.monotonic() - float((self.place / "happened").read_text())
@@ -281,7 +281,7 @@ def test_a_timeout_that_is_no_number_is_refused(timeout):
 @pytest.mark.parametrize(("kind", "failing"), [("plain", 1), ("ddp", 0)])
 def test_an_error_reaches_all_ranks_of_a_group_that_the_script_has_made(tmp_path, group, kind, failing):
     with Ranks(tmp_path, 2, kind, Fault(failing, "raises"), group) as ranks:
-        codes, words = ranks.ended([0, 1], within=10)
+        codes, words = ranks.ended([0, 1], within=60)
     assert codes == [1, 1]
     assert "ValueError: broken" in words[failing]
     assert f"RankFailed: rank {failing} has failed" in words[1 - failing]

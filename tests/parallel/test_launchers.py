@@ -217,7 +217,7 @@ def test_two_tasks_with_one_rank_are_an_error():
     assert meeting("A", "B", port=port) == ["met", "met"]
     message = "two processes say that they are rank 1 of 2: RANK has one value in several tasks"
     with pytest.raises(RuntimeError, match=message):
-        meet(RankInfo(1, 2, 0, "start", "127.0.0.1", port), timedelta(seconds=20))
+        meet(RankInfo(1, 2, 0, "start", "127.0.0.1", port), timedelta(seconds=120))
 
 
 def test_ranks_that_do_not_come_are_named():
@@ -250,7 +250,7 @@ def meeting(*accelerators, port=None):
 
     def tell(rank):
         try:
-            meet(RankInfo(rank, 2, rank, "start", "127.0.0.1", port), timedelta(seconds=20), accelerators[rank])
+            meet(RankInfo(rank, 2, rank, "start", "127.0.0.1", port), timedelta(seconds=120), accelerators[rank])
         except ValueError as error:
             return error
         return "met"

@@ -28,7 +28,7 @@ def running_server():
 
 def make_bucket(server, name):
     """Makes a bucket on a server at an address."""
-    with urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="PUT"), timeout=30):
+    with urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="PUT"), timeout=120):
         pass
 
 

@@ -19,7 +19,7 @@ class RefusedError(Exception):
     """The store has answered something else than 200."""
 
 
-def ask(proxy, s3, method, key, content=None, timeout=30, headers=None):
+def ask(proxy, s3, method, key, content=None, timeout=120, headers=None):
     headers = {"Content-Type": "application/octet-stream", "Authorization": AUTHORIZATION} | (headers or {})
     with closing(http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=timeout)) as connection:
         connection.request(method, f"/{s3.removeprefix('s3://')}/{key}", content, headers)

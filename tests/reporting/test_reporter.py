@@ -173,7 +173,7 @@ def test_an_error_inside_the_only_scope_leaves_no_reporter_behind():
 
 def test_a_reporter_is_current_only_in_its_own_thread():
     """Two threads report at once, each into its own; a third without a reporter does nothing."""
-    observations, barrier = [{}, {}, {}], threading.Barrier(3, timeout=20)
+    observations, barrier = [{}, {}, {}], threading.Barrier(3, timeout=120)
 
     def work(number):
         if number == 2:
@@ -377,7 +377,7 @@ def test_a_hook_of_a_backward_reports_into_the_observation_of_the_forward(device
 @pytest.mark.parametrize("names_itself", [True, False])
 def test_a_hook_of_a_backward_reports_to_no_other_run_of_the_process(device, names_itself):
     """On an accelerator it is known by the module that reports; without it there is an error."""
-    model, reporter, barrier = Hooked(names_itself).to(device), Reporter(), threading.Barrier(2, timeout=20)
+    model, reporter, barrier = Hooked(names_itself).to(device), Reporter(), threading.Barrier(2, timeout=120)
     reporter.add_observer("main", model)
 
     def train(other):

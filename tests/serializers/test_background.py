@@ -205,7 +205,7 @@ def test_nothing_is_called_beside_what_is_being_written(background):
     """The call then runs at once, in the thread that needs its result."""
     gate, staging, tensors = threading.Event(), StagingBuffers(), {"a": torch.ones(2)}
     staging.copy(tensors)
-    background.start(lambda: gate.wait(20))
+    background.start(lambda: gate.wait(120))
     assert staging.copy_beside(tensors, threading.current_thread, background)[1] is threading.current_thread()
     gate.set()
 
@@ -213,7 +213,7 @@ def test_nothing_is_called_beside_what_is_being_written(background):
 def test_a_call_runs_in_a_thread_of_its_own(background):
     """Start returns at once."""
     gate, done = threading.Event(), []
-    background.start(lambda: (gate.wait(20), done.append(threading.current_thread() is threading.main_thread())))
+    background.start(lambda: (gate.wait(120), done.append(threading.current_thread() is threading.main_thread())))
     assert done == []
     gate.set()
     background.wait()

@@ -46,7 +46,7 @@ def save(tmp_path, name, model):
 
 
 def read_without(paths):
-    done = subprocess.run([sys.executable, "-c", WITHOUT, *paths], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *paths], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_runs import assert_close, assert_same
-from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
-from transformers import Trainer as HFTrainer
 
 from chainring import serializers, training
 from chainring.iterators import SerialIterator
@@ -19,10 +17,16 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and accelerate
 
-pytest.importorskip("datasets.distributed")  # not made for NumPy before 2
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries():
+    """Take seconds to import, which no other file of tests needs."""
+    pytest.importorskip("datasets.distributed")  # not made for NumPy before 2
 
 
 def gpt2(seed=0):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(seed)
     return GPT2LMHeadModel(GPT2Config(**CONFIG, **NO_DROPOUT))
 
@@ -34,9 +38,9 @@ def rows():
 
 
 def fit(place, resume=None):
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    class Unshuffled(HFTrainer):
+    class Unshuffled(Trainer):
         def _get_train_sampler(self, *_):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
@@ -62,6 +66,8 @@ def place(tmp_path_factory):
 
 def make(out):
     """The same training here; the groups are made in the order in which the library makes them."""
+    from transformers import get_scheduler
+
     model = gpt2(1)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -81,7 +87,7 @@ def test_the_continued_run_follows_the_trainers_own(place, tmp_path, capsys, ste
     path = place / f"checkpoint-{step}"
     trainer, model, optimizer = make(tmp_path / "out")
     serializers.load(path, trainer)
-    saved = GPT2LMHeadModel.from_pretrained(path)
+    saved = gpt2().from_pretrained(path)
     assert_same(dict(model.state_dict()), dict(saved.state_dict()))
     assert_same(optimizer.state_dict()["state"], torch.load(path / "optimizer.pt", weights_only=True)["state"])
     assert trainer.updater.iteration == step

@@ -9,29 +9,26 @@ from foreign_runs import Net, assert_close, assert_same, loader, make, mean_squa
 
 from chainring import serializers
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    L = pytest.importorskip("lightning")
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: loaders without workers, a folder that exists
 
 
-class Lit(L.LightningModule if L else object):
-    """The model of `foreign_runs` as the attribute of a module of Lightning."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Net()
-
-    def training_step(self, batch, index):
-        return mean_squared_error(self.net, *batch)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), 1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
 def fit(place, epochs, ckpt_path=None):
+    import lightning as L
+
+    class Lit(L.LightningModule):
+        """The model of `foreign_runs` as the attribute of a module of Lightning."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch, index):
+            return mean_squared_error(self.net, *batch)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), 1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     module = Lit()
@@ -49,6 +46,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("lightning")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        pytest.importorskip("lightning")  # takes seconds, which no other file of tests needs
         fit(place, 2)
     return place
 

@@ -22,11 +22,11 @@ class ThreadCommunicator(Communicator):
     def all_reduce(self, tensors, average=True):
         self.reductions += 1
         self._table[self.rank] = [tensor.clone() for tensor in tensors]
-        self._barrier.wait(timeout=20)
+        self._barrier.wait(timeout=120)
         for number, tensor in enumerate(tensors):
             total = sum(self._table[rank][number] for rank in range(self.size))
             tensor.copy_(total / self.size if average else total)
-        self._barrier.wait(timeout=20)
+        self._barrier.wait(timeout=120)
 
 
 def on_ranks(size, work):

@@ -26,7 +26,7 @@ from chainring.training.extensions import (  # fmt: skip
     snapshot,
 )
 
-BATCH, EPOCH, ITERATIONS = 4, 50, 1000
+BATCH, EPOCH, ITERATIONS = 4, 50, 250
 OPERATIONS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"}
 METHODS = {"tolist", "numpy", "item", "cpu", "__float__", "__int__", "__bool__", "__array__", "__format__", "__repr__"}
 
@@ -80,8 +80,8 @@ def reads_of_the_raw_loop(make_optimizer, device):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("stages", [False, True], ids=["straight", "in stages"])
-def test_a_thousand_iterations_read_no_more_than_the_raw_loop(tmp_path, device, optimizer, stages):
-    """With the extensions of the script, and clipping, but in the iterations that write a row."""
+def test_iterations_read_no_more_than_the_raw_loop(tmp_path, device, optimizer, stages):
+    """A thousand in all, with the extensions of the script, and clipping, but in the iterations that write a row."""
     model = model_of()
     callbacks = UpdateCallbacks(update_on_start=clip_grad_norm(1.0)) if stages else None
     data = datasets.TupleDataset(*data_of(BATCH * EPOCH))

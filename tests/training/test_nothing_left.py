@@ -107,7 +107,7 @@ def state_of_the_process():
     }
 
 
-def left_since(before, seconds=10.0):
+def left_since(before, seconds=60.0):
     """The names of what is not as it was; threads from before may have ended, and the system may take a while to end one."""
     end = time.monotonic() + seconds
     while True:

@@ -3,15 +3,14 @@
 import json
 import struct
 
-import wandb
-from wandb.proto import wandb_internal_pb2
-
 _HEAD, _BLOCK = 7, 32768  # bytes of the head of the file and of each piece; pieces do not cross blocks
 _WHOLE, _LAST = 1, 4  # kinds of pieces that end a record
 
 
 def folders(out, place="wandb"):
     """The folders of the starts, in their order. W&B's process writes the last of a run when it is let go."""
+    import wandb
+
     wandb.teardown()
     return sorted((out / place).glob("offline-run-*"))
 
@@ -30,6 +29,8 @@ def _values(items):
 
 
 def _records(data):
+    from wandb.proto import wandb_internal_pb2
+
     at, record = _HEAD, b""
     while at + _HEAD <= len(data):
         left = _BLOCK - at % _BLOCK

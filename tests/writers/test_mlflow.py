@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mlflow import MlflowClient
 from written import LATE, LOSSES, SEEN, KilledError, Showing, train
 
 from chainring.writers import MlflowWriter, Record, Run
@@ -17,14 +16,20 @@ from chainring.writers import MlflowWriter, Record, Run
 pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")  # of MLflow's own tables
 
 
+def client_of(database):
+    from mlflow import MlflowClient  # takes a second, which no other file of tests needs
+
+    return MlflowClient(database)
+
+
 def runs_of(database, experiment):
-    client = MlflowClient(database)
+    client = client_of(database)
     found = client.get_experiment_by_name(experiment)
     return client.search_runs([found.experiment_id], order_by=["attributes.start_time"])
 
 
 def points(database, run, key):
-    return [(metric.step, metric.value) for metric in MlflowClient(database).get_metric_history(run.info.run_id, key)]
+    return [(metric.step, metric.value) for metric in client_of(database).get_metric_history(run.info.run_id, key)]
 
 
 def test_each_number_of_a_row_is_a_metric_at_its_iteration(tmp_path, database):
@@ -94,7 +99,7 @@ def test_a_run_that_goes_back_behind_rows_is_replaced(tmp_path, database, capsys
     with pytest.raises(KilledError):
         train(tmp_path, MlflowWriter(database, "back"), kill=7, config={"lr": 0.5})
     (first,) = runs_of(database, "back")
-    MlflowClient(database).set_tag(first.info.run_id, "note", "mine")
+    client_of(database).set_tag(first.info.run_id, "note", "mine")
     train(tmp_path, MlflowWriter(database, "back"), config={"lr": 0.25, "new": 1})
     (run,) = runs_of(database, "back")
     assert f"run {first.info.run_id} there is replaced by {run.info.run_id}, and deleted" in capsys.readouterr().out
@@ -116,7 +121,7 @@ def test_a_row_that_was_sent_in_part_is_not_there_twice(tmp_path, database):
     """A kill between two requests for the numbers of a row leaves those of the first."""
     train(tmp_path, MlflowWriter(database, "part"), length=4)
     (first,) = runs_of(database, "part")
-    MlflowClient(database).log_metric(first.info.run_id, "epoch", 0, step=3)
+    client_of(database).log_metric(first.info.run_id, "epoch", 0, step=3)
     train(tmp_path, MlflowWriter(database, "part"))
     (run,) = runs_of(database, "part")
     assert points(database, run, "epoch") == [(step, 0) for step in (2, 4, 6, 8)]
@@ -199,13 +204,13 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 
 def test_images_texts_and_histograms_are_artifacts(tmp_path, database):
     """PNG, text and JSON files in a folder of their iteration, the same after a resume."""
-    MlflowClient(database).create_experiment("media", str(tmp_path / "artifacts"))
+    client_of(database).create_experiment("media", str(tmp_path / "artifacts"))
     with pytest.raises(KilledError):
         train(tmp_path / "out", MlflowWriter(database, "media"), kill=7, updater=Showing())
     train(tmp_path / "out", MlflowWriter(database, "media"), updater=Showing())
     (run,) = runs_of(database, "media")
     assert points(database, run, "main/loss") == LOSSES
-    found = Path(MlflowClient(database).download_artifacts(run.info.run_id, "media", str(tmp_path)))
+    found = Path(client_of(database).download_artifacts(run.info.run_id, "media", str(tmp_path)))
     assert sorted(path.name for path in found.iterdir()) == [f"{step:08d}" for step in SEEN]
     for step in SEEN:
         patterns = ("weights.json", "main_loss*.txt", "seen_image*.png")

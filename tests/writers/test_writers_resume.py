@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-import wandb
 from killed_program import writers
-from mlflow import MlflowClient
 from offline import read
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from written import LOSSES, train
@@ -21,6 +19,9 @@ PROGRAM = Path(__file__).with_name("killed_program.py")
 @pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")
 def test_after_a_kill_files_and_services_have_each_row_once(tmp_path, database, offline, monkeypatch):
     """The snapshot is of iteration 4; row 6 was written before the kill, and is computed again."""
+    import wandb
+    from mlflow import MlflowClient
+
     monkeypatch.setenv("PYTHONPATH", str(Path(chainring.__file__).parent.parent))
     out = tmp_path / "out"
     killed = forked.run([PROGRAM, out, database, "6"])

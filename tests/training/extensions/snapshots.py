@@ -124,7 +124,7 @@ def at(iteration, call):
 class Gate:
     """Holds the first write of a snapshot, before its first byte, until it is opened or so many seconds have passed."""
 
-    def __init__(self, monkeypatch, seconds=20.0):
+    def __init__(self, monkeypatch, seconds=120.0):
         self.opened, self.passed = threading.Event(), threading.Event()
         self._seconds, self._open = seconds, io.open
         monkeypatch.setattr(io, "open", self)

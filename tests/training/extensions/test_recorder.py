@@ -2,8 +2,6 @@
 
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ from scripted import Counting, run, trainer_of
 from torch import nn
 
 import chainring
+import forked
 from chainring import iterators, serializers, training
 from chainring.nn import Classifier
 from chainring.training import extensions
@@ -334,10 +333,10 @@ train(sys.argv[1], 70, die).run()
 def test_a_killed_run_has_its_newest_snapshot_and_continues_byte_for_byte(tmp_path):
     """SIGKILL in four iterations: the file reaches the snapshot before, and in the end is the uninterrupted one."""
     train(tmp_path / "whole", 70).run()
-    out = tmp_path / "killed"
+    out, folders = tmp_path / "killed", [Path(file).parent for file in (__file__, forked.__file__)]
     for kill in (31, 32, 40, 66, 0):
-        command = [sys.executable, "-c", KILLED, str(out), str(kill), str(Path(__file__).parent)]
-        assert subprocess.run(command, check=False).returncode == (-signal.SIGKILL if kill else 0)
+        done = forked.run(["-c", KILLED, out, str(kill), *folders])
+        assert done.returncode == (-signal.SIGKILL if kill else 0), done.stderr
         newest = max(int(path.name.rpartition("_")[2]) for path in out.glob("snapshot_iter_*"))
         assert ledger_of(out).iterations[-1] >= newest
     assert (out / "recorder.bin").read_bytes() == (tmp_path / "whole/recorder.bin").read_bytes()
