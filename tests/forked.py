@@ -5,6 +5,7 @@ its command line; the program is ``__main__``, its interpreter ends as any does,
 """
 
 import atexit
+import concurrent.futures
 import functools
 import gc
 import importlib
@@ -126,6 +127,18 @@ def run(arguments, *, env=None, timeout=600):
     with Forked(arguments, env=env) as process:
         out, err = process.communicate(timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def started(number, start):
+    """What ``start`` returns for each rank, when it is done, of the environment by which the ranks find each other.
+
+    It is that which torchrun gives them; what is returned are futures.
+    """
+    from ports import free_port
+
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
+    with concurrent.futures.ThreadPoolExecutor(number) as at_once:
+        return [at_once.submit(start, {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(number)]
 
 
 def popen(command, **settings):

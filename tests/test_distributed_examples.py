@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from torch import nn
 import forked
 from chainring import serializers
 from chainring.nn import Classifier
-from ports import free_port
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DIGITS = EXAMPLES / "distributed" / "train_digits.py"
@@ -45,15 +43,8 @@ def two(command, environment):
 
 def on_ranks(number, command, environment):
     """As many processes as are asked for run it."""
-    ranks = started(number, lambda rank: forked.run(command, env={**environment, **rank}, timeout=600))
+    ranks = forked.started(number, lambda rank: forked.run(command, env={**environment, **rank}, timeout=600))
     return [rank.result() for rank in ranks]
-
-
-def started(number, start):
-    """What ``start`` returns for each rank, when it is done, of the environment by which the ranks find each other."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
-    with ThreadPoolExecutor(number) as at_once:
-        return [at_once.submit(start, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(number)]
 
 
 def losses_of(run, script, out, *arguments):
@@ -111,7 +102,7 @@ def test_the_language_model_is_killed_on_a_mesh_and_continues_on_another_as_in_o
     command = [str(LANGUAGE_MODEL), "-o", str(tmp_path), *map(str, SMALL), "--tensor", "2"]
     start = lambda place: forked.Forked([*command, "--parallel", "fsdp"], env={**ENVIRONMENT, **place})  # noqa: E731
     with ExitStack() as stack:
-        ranks = [stack.enter_context(rank.result()) for rank in started(4, start)]
+        ranks = [stack.enter_context(rank.result()) for rank in forked.started(4, start)]
         assert any(line.startswith("2 ") for line in iter(ranks[0].stdout.readline, "")), ranks[0].stderr.read()
         for rank in ranks:
             rank.kill()

@@ -7,16 +7,22 @@ from pathlib import Path
 import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
 
 def run(script, *arguments, check=True, processes=1):
-    """What an example printed; with ``check`` off, the finished process, which may have failed."""
+    """What an example printed, of several processes the first; with ``check`` off, the process, which may have failed.
+
+    Several find in the environment what torchrun would put there, which starts others in test_distributed_examples.py.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [] if processes == 1 else [*TORCHRUN, f"--nproc-per-node={processes}"]
-    done = forked.run([*launcher, EXAMPLES / script, *map(str, arguments)], env=environment)
-    assert done.returncode == 0 or not check, done.stderr
-    return done.stdout if check else done
+    command = [EXAMPLES / script, *map(str, arguments)]
+    if processes == 1:
+        ended = [forked.run(command, env=environment)]
+    else:
+        ranks = forked.started(processes, lambda rank: forked.run(command, env={**environment, **rank}))
+        ended = [rank.result() for rank in ranks]
+    assert not check or all(done.returncode == 0 for done in ended), "\n".join(done.stderr for done in ended)
+    return ended[0].stdout if check else ended[0]
 
 
 def log(out):

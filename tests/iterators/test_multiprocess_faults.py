@@ -142,14 +142,14 @@ def test_a_stalled_dataset_is_told_after_the_timeout():
         start = time.monotonic()
         with pytest.raises(TimeoutError, match=r"waited 0\.3 seconds for dataset\[5\] .* indices \[4, 5\]"):
             next(iterator)
-        assert 0.2 < time.monotonic() - start < 2
+        assert 0.2 < time.monotonic() - start < 60
         assert workers() == []
 
 
 def test_a_batch_may_take_longer_than_the_timeout_of_an_example():
     """It is the example that is timed."""
-    slow = Dataset(8, lambda i: threading.Event().wait(0.1) or i)
-    with MultiprocessIterator(slow, 8, n_processes=1, shuffle=False, dataset_timeout=0.4) as iterator:
+    slow = Dataset(8, lambda i: threading.Event().wait(0.25) or i)
+    with MultiprocessIterator(slow, 8, n_processes=1, shuffle=False, dataset_timeout=1.5) as iterator:
         assert next(iterator).columns.tolist() == [*range(8)]
 
 
@@ -241,7 +241,7 @@ def test_no_worker_outlives_a_trainer_that_is_killed(get):
         pids = [*map(int, trainer.stdout.readline().split())]
         trainer.kill()
     assert len(pids) == 2
-    assert gone(pids, 5)
+    assert gone(pids)
 
 
 @pytest.mark.parametrize(
