@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where tries.py is, which both
 
 import agreement
 import bits
+import corruption
 import elastic
 import launched
 import mishaps
@@ -23,7 +24,7 @@ from worlds import Bench
 
 import tries
 
-PARTS = (agreement, resumes, stores, mishaps, elastic, launched, bits)
+PARTS = (agreement, resumes, stores, mishaps, elastic, launched, bits, corruption)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))

@@ -65,6 +65,37 @@ class Deal:
         return [nodes_of(block, self.count) for block in self.blocks]
 
 
+@dataclass(frozen=True)
+class Audits:
+    """Which virtual ranks are computed a second time in an update: so many, in turn, each by another rank if there is one.
+
+    Every rank knows them of any update, and so of any batch ahead.
+    """
+
+    count: int
+    update: int  # the number of updates before it
+    batches: int = 1  # of an iterator in each update, as far as that is known ahead
+    taken: int = 0  # of them in this update
+    disputed: tuple[int, ...] = ()  # computed by all ranks, and no others again
+
+    def auditors(self, deal: Deal, ahead: int = 0) -> dict[int, int]:
+        """Return, by virtual rank, the rank that computes it again in the update of the batch so many batches ahead."""
+        update = self.update + ((self.taken + ahead) // self.batches if ahead else 0)
+        ranks, count = len(deal.blocks), 0 if self.disputed and not ahead else self.count
+        auditors = {}
+        for number in sorted((update * count + shift) % deal.count for shift in range(count)):
+            owner = next(rank for rank, block in enumerate(deal.blocks) if number in block)
+            shift = 1 + (number + update * count // deal.count) % (ranks - 1) if ranks > 1 else 0
+            auditors[number] = (owner + shift) % ranks
+        return auditors
+
+    def share(self, deal: Deal, rank: int, ahead: int = 0) -> tuple[list[int], list[int]]:
+        """Return the virtual ranks whose rows a rank needs in that update, and those of them that it computes again."""
+        auditors = self.auditors(deal, ahead)
+        again = [number for number, auditor in auditors.items() if auditor == rank] if auditors else list(self.disputed)
+        return sorted({*deal.block(rank), *again}), again
+
+
 def fold(nodes: dict[Node, T], count: int, add: Callable[[T, T], T]) -> dict[Node, T]:
     """Combine nodes whose siblings are there as well; return those that remain: the root alone if all leaves are there."""
     remaining: dict[Node, T] = {}

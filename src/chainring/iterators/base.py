@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from chainring._checks import is_integer
-from chainring._distributed.virtual_ranks import Deal
+from chainring._distributed.virtual_ranks import Audits, Deal
 from chainring._messages import warn
 from chainring._random import Indices
 from chainring.converters import Converter
@@ -88,6 +88,7 @@ class Iterator(Stateful):
     serves_virtual_ranks: bool = False
     _batch_size_is_known: bool = True
     deal: Deal | None = None  # which an updater may set between two batches; None if the share is every size-th row
+    audits: Audits | None = None  # by which an updater asks for the rows of further virtual ranks
 
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
@@ -157,11 +158,16 @@ class Iterator(Stateful):
         self.virtual_ranks = require_virtual_ranks(count)
         self.check_share(self.size)
 
-    def rows_of_share(self, length: int, first: int = 0) -> slice | Indices:
-        """Return which of ``length`` rows of a batch from ``first`` on are those of this rank, counted from ``first``."""
-        if self.deal is None or self.deal.count == self.size:
+    def rows_of_share(self, length: int, first: int = 0, ahead: int = 0) -> slice | Indices:
+        """Return which of ``length`` rows of a batch from ``first`` on are those of this rank, counted from ``first``.
+
+        The batch is the next one, or one that is so many batches ``ahead`` of it.
+        """
+        if self.deal is None or (self.deal.count == self.size and self.audits is None):
             return slice((self.rank - first) % self.size, None, self.size)
         virtual, block = np.arange(first, first + length) % self.deal.count, self.deal.block(self.rank)
+        if self.audits is not None:
+            return np.flatnonzero(np.isin(virtual, self.audits.share(self.deal, self.rank, ahead)[0]))
         return np.flatnonzero((virtual >= block.start) & (virtual < block.stop))
 
     def take_share(self, batch: Batch) -> Batch:

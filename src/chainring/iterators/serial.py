@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -130,13 +131,13 @@ class IndexedIterator(Iterator):
 
     def iterate_segments(self) -> Generator[list[Segment]]:
         """Yield the segments of each batch from here on, and advance without fetching them."""
-        while True:
-            share, _, self.epoch, self.current_position = self._next_share()
+        for ahead in count():
+            share, _, self.epoch, self.current_position = self._next_share(ahead)
             if not share:
                 return
             yield share
 
-    def _next_share(self) -> tuple[list[Segment], bool, int, int]:
+    def _next_share(self, ahead: int = 0) -> tuple[list[Segment], bool, int, int]:
         """Return the segments of this rank's next batch, whether it is empty, and the epoch and the position after it.
 
         There are none after the last batch. An empty share has one example, which keeps the rank in step with the others.
@@ -153,7 +154,7 @@ class IndexedIterator(Iterator):
             return segments, False, epoch, position
         share, offset = [], 0
         for key, indices in segments:
-            share.append((key, indices[self.rows_of_share(len(indices), offset)]))
+            share.append((key, indices[self.rows_of_share(len(indices), offset, ahead)]))
             offset += len(indices)
         if any(len(indices) for _, indices in share):
             return share, False, epoch, position

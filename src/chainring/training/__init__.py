@@ -8,6 +8,7 @@ from chainring.training.extension import PRIORITY_EDITOR, PRIORITY_READER, PRIOR
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_trigger
 from chainring.training.updaters import (
+    CorruptionError,
     ParallelUpdater,
     StandardUpdater,
     UpdateCallbacks,
@@ -18,6 +19,7 @@ from chainring.training.updaters import (
 )
 
 __all__ = [
+    "CorruptionError",
     "Extension",
     "Interrupted",
     "PRIORITY_EDITOR",

@@ -233,7 +233,7 @@ def _read_setting(path: str) -> Any:
 
 
 def _updater_settings(updater: Any) -> dict[str, Any]:
-    names = ("accumulate", "precision", "accumulate_across_epochs", "virtual_ranks", "balance", "compile")
+    names = ("accumulate", "precision", "accumulate_across_epochs", "virtual_ranks", "balance", "audit", "compile")
     settings: dict[str, Any] = {
         "class": type(updater).__qualname__,
         **{name: getattr(updater, name, None) for name in names},

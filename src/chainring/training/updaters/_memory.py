@@ -111,6 +111,11 @@ class Memory:
             leaves = [leaf for batch in part.list_batches() for leaf in _leaves(batch)]
             before = self._settings_of(part, leaves)
             self._watch.compare_values(partial(_refuse, part, error))
+        if not part.counts:
+            for function in reversed(undo):
+                function()
+        elif (outer := taken_back.get()) is not None:
+            outer += undo
         if error is not None:
             self._watch.check()
             if (name := _first_difference(before, self._settings_of(part, leaves))) is not None:

@@ -30,6 +30,7 @@ from chainring.training.updaters._ranks import check_same, list_buffers
 from chainring.training.updaters.callbacks import UpdateContext, list_parameters, run
 
 if TYPE_CHECKING:
+    from chainring.training.updaters._audit import Audit
     from chainring.training.updaters._compiled import Compiled
     from chainring.training.updaters._means import WeightedMean
     from chainring.training.updaters._ranks import ExchangeWatch, ModelRanksWatch, WrappedModules
@@ -53,6 +54,7 @@ class Scheme:
     precision: Precision
     wrapped: WrappedModules
     balance: str = "even"  # how virtual ranks are dealt
+    audit: Audit | None = None  # of virtual ranks
     averaging: WeightedMean | None = None
     always_averages: bool = False  # over ranks or virtual ranks
     mean: WeightedMean | None = None  # `averaging` where an update is more than one micro-batch of one process

@@ -61,7 +61,8 @@ class Part:
 
     whole: VirtualUpdate  # the update of all virtual ranks of this rank
     number: int  # of the virtual rank; their count, for a part whose results are thrown away
-    index: int  # in the block of its rank
+    index: int  # in the rows of its rank,
+    size: int  # which are those of so many virtual ranks
     counts: bool  # False if its results are thrown away
     update: Update
     has_rows: bool  # its last batch has rows that count
@@ -166,6 +167,8 @@ class VirtualRanks:
         self.watch = ChangeWatch(self.scheme, self.count)
         self.agreements = defaultdict[int, Agreement](partial(Agreement, self.comm, device))
         self.overlaps = not self.sharded  # gradients are sent while the last backward runs
+        if self.scheme.audit is not None:
+            self.scheme.audit.start(self)
         self.memory = Memory(models, self.parameters, self.watch, self.comm.is_main)
         size = sum(parameter.nbytes for parameter in self.parameters if parameter.device.type == "cpu")
         is_large = size >= _LARGE and sys.platform == "linux"
@@ -176,7 +179,10 @@ class VirtualRanks:
         if not self._is_started:  # of an updater that no trainer has started
             self.scheme.updater.start()
         self.balance.begin(self.deal)
-        weight, pins = VirtualUpdate(self, update).run()
+        if self.scheme.audit is None:
+            weight, pins = VirtualUpdate(self, update).run()
+        else:
+            weight, pins = self.scheme.audit.run(update, lambda: VirtualUpdate(self, update).run())
         if (deal := self.balance.end(self.deal)) != self.deal:
             self.deal = deal
             self.balance.tell(deal, self.scheme.iterators)
@@ -196,15 +202,17 @@ class VirtualUpdate:
         self._outer, self._media_watchers = self._reporter.observation, self._reporter.media_watchers
         self._fetched: dict[str, list[_Fetched]] = {}
         self._positions = {name: _position(iterator) for name, iterator in self._scheme.iterators.items()}
-        numbers = [(number, index) for index, number in enumerate(ranks.block)]
+        share, again = (list(ranks.block), []) if self._scheme.audit is None else self._scheme.audit.share()
         if ranks.sharded and len(ranks.block) * ranks.comm.size < ranks.count:
             # Each forward gathers parameters from all ranks, and other ranks run one forward more.
-            numbers.insert(0, (ranks.count, 0))
+            again = [ranks.count]
         self._parts: list[Part] = []
         epochs = self._positions.get("main", (0, 0))
-        for number, index in numbers:
-            counts, context = number < ranks.count, UpdateContext(update.context.updater, update.context.iteration, 0)
-            part = Part(self, number, index, counts, Update(self._scheme, context, update.epoch), has_rows=counts)
+        # Those that do not count come first, since the gradients of the last are sent while its backward runs.
+        for counts, number in [*((False, number) for number in again), *((True, number) for number in ranks.block)]:
+            context = UpdateContext(update.context.updater, update.context.iteration, 0)
+            index, part_update = share.index(number) if number in share else 0, Update(self._scheme, context, update.epoch)
+            part = Part(self, number, index, len(share), counts, part_update, has_rows=counts)
             part.update.part, part.reported = part, part.observation
             part.epoch, part.epoch_detail = epochs
             self._parts.append(part)
@@ -239,7 +247,7 @@ class VirtualUpdate:
             while running:
                 for part in list(running):
                     self._enter(part)
-                    with self._ranks.balance.computing():
+                    with self._ranks.balance.computing() if part.counts else nullcontext():
                         has_ended = self.compute(part) if self._threads is None else self._threads.resume(part)
                     self._leave(part)
                     if part.index % _BETWEEN == _BETWEEN - 1 and self._ranks.trim is not None:
@@ -311,6 +319,8 @@ class VirtualUpdate:
     # --- parts ---
 
     def _enter(self, part: Part) -> None:
+        if part.counts and self._scheme.audit is not None:
+            self._scheme.audit.decide()
         self._scheme.update = part.update
         if "main" in self._positions:  # the batch of the part, and not the one that was fetched for all
             self._scheme.epochs = part
@@ -340,7 +350,7 @@ class VirtualUpdate:
     def _report_into(self, observation: dict[str, Any], part: Part | None = None) -> None:
         """Let a part, or the update, report into an observation; of images and texts, those of virtual rank 0 are kept."""
         self._reporter.observation = observation
-        self._reporter.media_watchers = self._media_watchers if part is None or part.number == 0 else ()
+        self._reporter.media_watchers = self._media_watchers if part is None or (part.number == 0 and part.counts) else ()
 
     def _let_metrics_count(self, counts: bool) -> None:
         """Let the metrics of the models count from now on, or undo when the part is left what they count."""
@@ -365,7 +375,7 @@ class VirtualUpdate:
         part.taken[name] = position + 1
         if error is not None:
             raise error
-        size = len(self._ranks.block)
+        size = part.size
         rows = batch if size == 1 else take_examples(batch, slice(part.index, None, size))
         examples = count_examples(rows)
         is_empty = isinstance(examples, int) and examples == 0
@@ -383,6 +393,8 @@ class VirtualUpdate:
     def _fetch(self, name: str, iterator: Any) -> _Fetched:
         """Fetch a batch, from which each part will take its rows."""
         error = batch = None
+        if self._scheme.audit is not None:
+            self._scheme.audit.ask(name, iterator, len(self._fetched.get(name, ())))
         first_epoch = getattr(iterator, "epoch", 0)
         try:
             with self._ranks.balance.paused():
@@ -436,12 +448,14 @@ class VirtualUpdate:
         weights = [update.totals.pop(name) for name in names]
         self._check_positions()
         self._ranks.sharded.collect()
-        for parameter in list_trained(optimizers):
+        for parameter in (trained := list_trained(optimizers)):
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 text = f"that of shape {tuple(parameter.shape)} is {parameter.grad.layout}"
                 raise TypeError(NO_SPARSE.format(text))
             gradients.append(to_local(parameter.grad) if part.rows else None)
             parameter.grad = None
+        if self._scheme.audit is not None:
+            gradients = self._scheme.audit.note(part, trained, gradients)
         number = len(part.steps)
         part.steps.append((names, weights))
         part.is_bound = True
@@ -528,13 +542,17 @@ class VirtualUpdate:
         findings = Findings(keys, changed, absent, sending.is_stale(leaf))  # of this rank
         if comm.size > 1:
             exchange.start_all(leaf)
-        wait = ranks.agreements[number].start(findings, counting, ranks.deal, at_step=True)
+        audit = self._scheme.audit
+        digests = () if audit is None else audit.pieces()
+        wait = ranks.agreements[number].start(findings, counting, ranks.deal, at_step=True, digests=digests)
         gradients: Sequence[Tensor | None]
         if comm.size > 1:
             gradients = exchange.finish()
         else:  # without a copy
             (gradients,) = total.nodes.values()
         findings, means = wait()  # of all ranks
+        if audit is not None and digests:
+            audit.compare(means.digests)
         if findings.is_stale:
             ranks.overlaps = False
             exchange, _ = self._start_exchange(number, parameters)
@@ -573,7 +591,7 @@ class _Threads:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._turn_is_over = threading.Semaphore(0)
-        self._turns = {part.number: threading.Semaphore(0) for part in parts}
+        self._turns = {id(part): threading.Semaphore(0) for part in parts}
         self._ended: set[int] = set()
         self._error: BaseException | None = None
         self._is_abandoned = False
@@ -581,32 +599,32 @@ class _Threads:
         for part in parts:  # each starts when it is resumed first, so that one which an interrupt prevents is not left
             target, name = contextvars.copy_context().run, f"chainring-virtual-rank-{part.number}"
             arguments = self._run_part, part, settings
-            self._threads[part.number] = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+            self._threads[id(part)] = threading.Thread(target=target, args=arguments, name=name, daemon=True)
 
     def resume(self, part: Part) -> bool:
         """Let a part continue to its next step, or to its end; return True if it has ended."""
-        if self._threads[part.number].ident is None:
-            self._threads[part.number].start()
+        if self._threads[id(part)].ident is None:
+            self._threads[id(part)].start()
         else:
-            self._turns[part.number].release()
+            self._turns[id(part)].release()
         self._turn_is_over.acquire()
         if self._error is not None:
             raise self._error
-        return part.number in self._ended
+        return id(part) in self._ended
 
     def wait(self, part: Part) -> None:
         """Wait, in the thread of a part, until all have stepped."""
         part.generators = _random.take_generators()
         self._turn_is_over.release()
-        self._turns[part.number].acquire()
+        self._turns[id(part)].acquire()
         if self._is_abandoned:
             raise _Abandoned
 
     def finish(self) -> None:
         """End all threads; parts that have not ended are abandoned."""
         self._is_abandoned = True
-        for number in self._turns.keys() - self._ended:
-            self._turns[number].release()
+        for key in self._turns.keys() - self._ended:
+            self._turns[key].release()
         for thread in self._threads.values():
             if thread.is_alive():
                 thread.join()
@@ -619,7 +637,7 @@ class _Threads:
             return
         except BaseException as error:
             self._error = error
-        self._ended.add(part.number)
+        self._ended.add(id(part))
         self._turn_is_over.release()
 
 

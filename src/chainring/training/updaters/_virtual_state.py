@@ -410,6 +410,7 @@ class Means(NamedTuple):
     step_weights: list[Tensor]
     is_new: Tensor  # not 0 if the findings of a rank have changed
     weights: dict[str, Any]  # of the values
+    digests: Tensor  # of which each rank has given some
 
 
 class Agreement:
@@ -426,14 +427,14 @@ class Agreement:
         self._last = self._agreed = Findings()  # of this rank, and of all
 
     def start(
-        self, findings: Findings, parts: Sequence[Part], deal: Deal, at_step: bool = False
+        self, findings: Findings, parts: Sequence[Part], deal: Deal, at_step: bool = False, digests: Sequence[Any] = ()
     ) -> Callable[[], tuple[Findings, Means]]:
         """Start to exchange findings and means with the other ranks; the returned function waits for them."""
         if self._comm.size == 1:
-            return lambda: (findings, self._start_means(parts, deal, at_step, findings.keys)())
+            return lambda: (findings, self._start_means(parts, deal, at_step, findings.keys, digests)())
         is_new, self._last = findings != self._last, findings
         wait_for_any = None if self._device.type == "cpu" else self._comm.start_max(int(is_new))
-        wait = self._start_means(parts, deal, at_step, self._agreed.keys, is_new)
+        wait = self._start_means(parts, deal, at_step, self._agreed.keys, digests, is_new)
 
         def finish() -> tuple[Findings, Means]:
             means = wait()
@@ -445,13 +446,19 @@ class Agreement:
                     tuple(sorted(set.intersection(*(set(rank.absent) for rank in ranks)))),
                     any(rank.is_stale for rank in ranks),
                 )
-                means = self._start_means(parts, deal, at_step, self._agreed.keys)()
+                means = self._start_means(parts, deal, at_step, self._agreed.keys, digests)()
             return self._agreed, means
 
         return finish
 
     def _start_means(
-        self, parts: Sequence[Part], deal: Deal, at_step: bool, keys: Sequence[str], is_new: bool = False
+        self,
+        parts: Sequence[Part],
+        deal: Deal,
+        at_step: bool,
+        keys: Sequence[str],
+        digests: Sequence[Any],
+        is_new: bool = False,
     ) -> Callable[[], Means]:
         total = TreeSum(deal, self._comm.rank)
         step_count = len(parts[0].steps[-1][1]) if at_step else 0
@@ -460,19 +467,20 @@ class Agreement:
             sums = [part.weight, part.rows, *(part.steps[-1][1] if at_step else ())]
             numbers = [*sums, *(value for value, _ in pairs), *(weight for _, weight in pairs)]
             numbers = [is_new, *(numbers if part.rows else [0] * len(numbers))]
+            numbers += digests if part is parts[0] else [0] * len(digests)
             vector = fill(numbers, dtype=self._dtype, device=self._device)
             start = 1 + len(sums)
-            values, weights = vector[start : start + len(keys)], vector[start + len(keys) :]
+            values, weights, _ = torch.split(vector[start:], [len(keys), len(keys), len(digests)])
             values.copy_(torch.where(weights == 0, 0, values * weights))  # also of a value that is not finite
             total.add([vector])
         wait = total.start_gather(self._comm)
 
         def finish() -> Means:
-            sizes = [1, 1, 1, step_count, len(keys), len(keys)]
-            new, weight, rows, step_weights, values, weights = torch.split(wait(), sizes)
+            sizes = [1, 1, 1, step_count, len(keys), len(keys), len(digests)]
+            new, weight, rows, step_weights, values, weights, sums = torch.split(wait(), sizes)
             means = dict(zip(keys, (values / weights).unbind(), strict=True))
             totals = dict(zip(keys, weights.unbind(), strict=True))
-            return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new, totals)
+            return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new, totals, sums)
 
         return finish
 

@@ -42,6 +42,7 @@ from chainring.training.updaters._arguments import (
     needs_closure,
     prepare_iterators,
 )
+from chainring.training.updaters._audit import make_audit
 from chainring.training.updaters._carried import check_carried
 from chainring.training.updaters._means import WeightedMean, only_gradients_of
 from chainring.training.updaters._ranks import (
@@ -153,6 +154,11 @@ class StandardUpdater(Updater):
             rank that takes a third of the time for a virtual rank computes three times as many. The time is that of forward
             and backward, measured in one of eight updates; no bit of anything depends on it. Every rank computes at least
             one, so that more virtual ranks balance better.
+        audit: the number of virtual ranks of each update, in turn, that are computed a second time, by another rank where
+            there is one, and whose gradients are compared bit for bit before an optimizer steps, so that a device that
+            computes wrong is found; ``0`` for none. See the page "Devices that compute wrong".
+        audit_policy: ``"correct"`` computes an update again in which they differ, uses what two ranks agree on, and warns;
+            ``"stop"`` ends the run with a `CorruptionError`, which also ends it where it cannot be decided what is right.
         accumulate_across_epochs: False to end an update early when an epoch ends, with the micro-batches fetched so far,
             so that an epoch of n batches has ceil(n / accumulate) updates. Otherwise the next epoch completes the update:
             e epochs have floor(e * n / accumulate) updates, and an epoch may end in the middle of one.
@@ -195,6 +201,8 @@ class StandardUpdater(Updater):
         accumulate_across_epochs: bool = True,
         virtual_ranks: int | None = None,
         balance: Literal["even", "speed"] = "even",
+        audit: int = 0,
+        audit_policy: Literal["correct", "stop"] = "correct",
     ) -> None:
         models = _Registered("model", check_models(model))
         optimizers = _Registered("optimizer", check_optimizers(optimizer, models))
@@ -203,8 +211,7 @@ class StandardUpdater(Updater):
         check_settings(converter, loss_func, accumulate, accumulate_across_epochs, callbacks)
         if not self._overrides("update_core"):
             check_default_update(iterators, models, optimizers)
-        self.converter = converter
-        self.loss_func, self.virtual_ranks, self.compile = loss_func, virtual_ranks, compile
+        self.converter, self.loss_func, self.virtual_ranks, self.compile = converter, loss_func, virtual_ranks, compile
         self.accumulate, self.accumulate_across_epochs = accumulate, accumulate_across_epochs
         self.callbacks = UpdateCallbacks() if callbacks is None else callbacks
         self.comm = Communicator() if comm is None else comm
@@ -221,6 +228,7 @@ class StandardUpdater(Updater):
         prepare_iterators(iterators, self.converter, virtual_ranks, self.comm.size)
         move(models.values(), self.device, optimizers.values())
         # What refers back does so weakly, so that the memory of a device is free as soon as an updater is deleted.
+        wrapped = WrappedModules(list(models.values()))
         self._scheme = Scheme(
             updater=proxy(self),
             iterators=iterators,
@@ -229,8 +237,9 @@ class StandardUpdater(Updater):
             optimizers=optimizers,
             has_own_core=self._overrides("update_core"),
             precision=Precision(precision, models.values(), self.comm),
-            wrapped=WrappedModules(list(models.values())),
+            wrapped=wrapped,
             balance=balance,
+            audit=make_audit(audit, audit_policy, virtual_ranks, self.comm.size, models, iterators, wrapped),
         )
         self._complete_scheme(communicates=comm is not None)
         self.weight = 0
@@ -251,11 +260,6 @@ class StandardUpdater(Updater):
         if not scheme.spans_batches:  # these are the iterator's again
             for name in ("previous_epoch_detail", "is_new_epoch"):
                 settings.pop(name, None)
-
-    @property
-    def balance(self) -> str:
-        """How the virtual ranks are dealt to the ranks."""
-        return self._scheme.balance
 
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(StandardUpdater, name) for name in names)
@@ -570,6 +574,12 @@ class StandardUpdater(Updater):
     epoch_detail = property(attrgetter("_scheme.epochs.epoch_detail"))
 
     reported_weights = property(attrgetter("_scheme.reported_weights"))
+    balance = property(attrgetter("_scheme.balance"))
+
+    @property
+    def audit(self) -> int:
+        """The number of virtual ranks of each update that are computed twice."""
+        return 0 if self._scheme.audit is None else self._scheme.audit.count
 
     @property
     def virtual_seed(self) -> int | None:
@@ -611,7 +621,10 @@ class StandardUpdater(Updater):
         if not loads and scheme.had_empty is not None:
             scheme.check_weights()
         if not loads and serializer.comm.size > 1:  # all ranks save together
-            check_same(self.comm, scheme.models, scheme.wrapped)
+            if scheme.audit is None:
+                check_same(self.comm, scheme.models, scheme.wrapped)
+            else:
+                scheme.audit.compare_states()
         super().serialize(serializer)
         span = serializer("span", [self.previous_epoch_detail, self.is_new_epoch])
         if loads and scheme.spans_batches:
