@@ -314,11 +314,12 @@ class Snapshots:
         return self.files.admits(name, manifest.stamp, manifest.digest)
 
     def remove(self, name: str) -> None:
-        """Remove a snapshot, which is never there in part."""
+        """Remove a snapshot, which is never there in part; what a person has put in its place stays."""
         manifest = self._summary(check_name(name), self.files.state(name))
-        folder = None if manifest is None else self.snapshot(name).folder(manifest)
-        # Others below that name may belong to a snapshot that was moved.
-        self.files.remove(name, [] if manifest is None else [f"{folder}/{file}" for file in manifest.files])
+        if manifest is not None and manifest.name == name:
+            folder = self.snapshot(name).folder(manifest)
+            # Others below that name may belong to a snapshot that was moved.
+            self.files.remove(name, [f"{folder}/{file}" for file in manifest.files])
 
     def move(self, name: str, archive: str) -> None:
         """Move a snapshot or a link into a folder of the run, such as ``"previous/1"``."""

@@ -77,6 +77,26 @@ def test_a_copy_under_another_name_is_the_users(tmp_path, filename):
         serializers.load(out / name, trainer_of(tmp_path / "x", 5))
 
 
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_what_a_person_puts_in_the_place_of_a_snapshot_during_a_run_is_not_removed(tmp_path, is_copy):
+    """A directory, or the copy of an earlier snapshot, where one was that is not to be kept any more."""
+    taken = snapshot(n_retains=2)
+
+    def put(trainer):
+        if trainer.updater.iteration == 3:
+            taken.wait()
+            (tmp_path / "snapshot_iter_2").rename(tmp_path / "mine")
+            if is_copy:
+                shutil.copytree(tmp_path / "snapshot_iter_1", tmp_path / "snapshot_iter_2")
+            else:
+                (tmp_path / "snapshot_iter_2").mkdir()
+            (tmp_path / "snapshot_iter_2" / "notes").write_text("mine")
+
+    run(tmp_path, 6, (taken, EVERY), put)
+    assert names(tmp_path) == ["mine", "snapshot_iter_2", "snapshot_iter_5", "snapshot_iter_6"]
+    assert (tmp_path / "snapshot_iter_2" / "notes").read_text() == "mine"
+
+
 def test_a_snapshot_with_the_manifest_of_another_is_damaged(tmp_path):
     """Of an earlier one, whole or alone, and of one of another series: it is named, and an older one continued."""
     for number, whose in enumerate(("snapshot_iter_1", "snapshot_iter_2", "best_iter_3")):
