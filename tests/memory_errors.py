@@ -1,6 +1,7 @@
 """A run in which memory runs out where a test says, beside the run in which it does not."""
 
 import contextlib
+import contextvars
 import io
 import random
 import shutil
@@ -31,12 +32,17 @@ class Plan:
     """Memory runs out at the call ``number`` of a stage, and at the ``times - 1`` calls of that stage after it.
 
     Attributes:
-        calls: how often each stage was passed.
+        calls: how often each stage was passed, kept where no state is looked for.
     """
 
     def __init__(self, stage=None, number=0, times=1, kind=0):
         self.stage, self.numbers, self.kind = stage, range(number, number + times), kind
-        self.calls = dict.fromkeys(STAGES, 0)
+        calls = dict.fromkeys(STAGES, 0)
+        self._calls = contextvars.ContextVar("calls", default=calls)
+
+    @property
+    def calls(self):
+        return self._calls.get()
 
     def passes(self, stage):
         self.calls[stage] += 1

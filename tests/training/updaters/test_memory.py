@@ -9,6 +9,7 @@ import torch
 
 import memory_errors
 from chainring import training
+from chainring.training.updaters import UpdateCallbacks
 from memory_errors import BITS, Own, Plan, trained
 
 turns = itertools.count()
@@ -215,6 +216,44 @@ def acting(act):
     return lambda model, x: (act(model.layer, x), model(x).square().mean())[1]
 
 
+class Turns:
+    """An object with a state that nothing saves, of which an instance may be a loss, a converter or a callback."""
+
+    of_all = 0
+
+    def __init__(self):
+        self.number = 0
+
+    def step(self):
+        self.number += 1
+
+    def __call__(self, first, second=None):
+        self.number += 1
+        if isinstance(second, torch.Tensor):
+            return first(second).square().mean() * self.number
+        return getattr(first, "columns", first)
+
+
+class Slotted:
+    __slots__ = ("number",)
+
+
+def turn(layer, x):
+    Turns.of_all += 1
+
+
+def turn_slot(layer, x):
+    layer.slotted.number += 1
+
+
+def carry(layer, x):
+    layer.carried = 0.9 * layer.carried + x.mean()
+
+
+def swap(layer, x):
+    layer.kinds.add(layer.kinds.pop() + 1)
+
+
 STATE = {"turns": 0}
 UNSEEN = {  # a loss, and how what it changes is named
     "the data of a parameter": (lambda: acting(lambda layer, x: layer.weight.data.mul_(2)), "layer.weight"),
@@ -230,6 +269,12 @@ UNSEEN = {  # a loss, and how what it changes is named
         lambda: acting(lambda layer, x: STATE.update(turns=STATE["turns"] + 1)),
         "STATE.turns",
     ),
+    "an object in an attribute": (lambda: acting(lambda layer, x: layer.turns.step()), "layer.turns.number"),
+    "an object with slots": (lambda: acting(turn_slot), "layer.slotted.number"),
+    "an attribute of a class": (lambda: acting(turn), "Turns.of_all"),
+    "an object that is the loss": (Turns, "number"),
+    "a tensor that is made of the one before": (lambda: acting(carry), "layer.carried"),
+    "a set of as many": (lambda: acting(swap), "layer.kinds"),
     "a variable outside of the loss": (counted, "loss_func.turns"),
     "an iterator in the closure": (lambda: scaled_by(iter([1.0, 2.0, 3.0, 4.0])), "loss_func.noise"),
     "a generator in the closure": (lambda: scaled_by(1.0 * n for n in range(9)), "loss_func.noise"),
@@ -255,6 +300,8 @@ def out_of_memory_once(loss, is_own=False, call=2):
     model, plan = torch.nn.Module(), Plan("first", call)
     model.layer = torch.nn.Linear(2, 1)
     model.layer.total, model.layer.array, model.layer.seen = torch.zeros(1), np.zeros(1), [0]
+    model.layer.turns, model.layer.slotted, model.layer.carried, model.layer.kinds = Turns(), Slotted(), torch.ones(()), {0}
+    model.layer.slotted.number = 0
 
     def forward(x):
         plan.passes("first")
@@ -285,6 +332,26 @@ def test_what_a_forward_changes_without_a_count_of_it_is_refused_where_memory_ru
     with pytest.raises(torch.OutOfMemoryError) as caught:
         updater.update()
     assert f"{said.rpartition('.')[2]}" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("stage", ["forward_on_start", "converter"])
+def test_what_a_callback_or_a_converter_has_counted_is_refused_where_memory_runs_out(stage):
+    """It would count the virtual rank twice."""
+    plan, model, turns = Plan("first", 2), torch.nn.Linear(2, 1), Turns()
+    settings = {"converter": turns} if stage == "converter" else {"callbacks": UpdateCallbacks(forward_on_start=turns)}
+
+    def loss(model, x):
+        plan.passes("first")
+        return model(x).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.ones(4, 2),)] * 3
+    updater = training.StandardUpdater(data, optimizer, model, virtual_ranks=1, loss_func=loss, **settings)
+    updater.start()
+    updater.update()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        updater.update()
+    assert "number, of which nobody has a copy" in "".join(caught.value.__notes__)
 
 
 HARMLESS = {

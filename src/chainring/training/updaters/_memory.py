@@ -9,9 +9,10 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import nullcontext, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from chainring._callables import is_taken_apart, references
+from chainring._callables import defined_by, is_taken_apart, references
 from chainring._distributed.digests import sums_of
 from chainring._distributed.sharding import to_local
 from chainring._messages import info, warn
@@ -128,10 +129,14 @@ class Memory:
         They are compared around the last try, and not around the first, so that nothing is paid where memory suffices: what
         the last try has changed, the ones before it may have changed too.
         """
-        scheme, known = part.update.scheme, set[int]()
+        scheme, seen = part.update.scheme, dict[int, Any]()
         for metric in self._metrics:
-            known |= set(map(id, metric.modules() if isinstance(metric, nn.Module) else [metric]))
-        updater = {name: item for name, item in vars(scheme.updater).items() if name not in OWN_ATTRIBUTES}
+            seen |= {id(obj): obj for obj in (metric.modules() if isinstance(metric, nn.Module) else [metric])}
+        named = [item for label, model in scheme.models.items() for item in model.named_modules(prefix=label)]
+        named = [(path, module) for path, module in named if id(module) not in seen]
+        looked_at = [getattr(scheme.updater.update_core, "__self__", None), *(module for _, module in named)]
+        seen |= {id(obj): obj for obj in (*looked_at, *scheme.iterators.values())}
+        updater = {name: item for name, item in _attributes(scheme.updater).items() if name not in OWN_ATTRIBUTES}
         values: list[tuple[str, Mapping[str, Any]]] = []
         for index, leaf in enumerate(leaves):
             gradient = leaf.grad if isinstance(leaf, Tensor) and leaf.is_leaf else None
@@ -139,17 +144,16 @@ class Memory:
             fields = leaf if isinstance(leaf, (Tensor, np.ndarray)) else getattr(leaf, "__dict__", leaf)
             values.append(("", {f"its batch in place, value {index}": fields, f"the gradient of value {index} of it": sums}))
         values += [("updater", updater), ("", {"update_core": scheme.updater.update_core})]
+        values.append(("callbacks", vars(scheme.updater.callbacks)))
         for name, optimizer in scheme.optimizers.items():
             groups = enumerate(optimizer.param_groups)
             values += [(f"optimizer {name!r}, group {index}, ", {**group, "params": None}) for index, group in groups]
         for label, model in scheme.models.items():
             flags = [parameter.requires_grad for parameter in model.parameters()]
             values.append(("", {f"requires_grad of model {label!r}": flags}))
-            for path, module in model.named_modules(prefix=label):
-                if id(module) not in known:
-                    values += [(path, vars(module)), ("", {f"{path}.forward": module.forward})]
-        known |= set(map(id, [scheme.updater, *scheme.iterators.values()]))
-        return {key: state for path, inside in values for key, state in _plain(path, inside, known).items()}
+        for path, module in named:
+            values += [(path, _attributes(module)), ("", {f"{path}.forward": module.forward})]
+        return {key: state for path, inside in values for key, state in _plain(path, inside, seen).items()}
 
     def _may_retry(self, failure: BaseException, part: Part, has_freed: bool, on_host: bool) -> bool:
         """Return whether a virtual rank that has failed is computed again; a note of the error says why not."""
@@ -174,44 +178,64 @@ class Memory:
             self._say(f"{again}, after caches were freed; this is said once")
 
 
-def _plain(path: str, values: Mapping[str, Any], known: Set[int], depth: int = 0) -> dict[Any, Any]:
+def _plain(path: str, values: Mapping[str, Any], seen: dict[int, Any], depth: int = 0) -> dict[Any, Any]:
     """Return what shows a change of values, by name: of their numbers, texts and flags, at any depth, and of tensors.
 
-    Of others the lengths. What a function refers to is looked into, and where an iterator is, as far as that can be known.
+    Of others the lengths. What a function refers to is looked into, the attributes of objects and classes that PyTorch and
+    Python do not define, and where an iterator is, as far as that can be known. What was ``seen`` is not looked into again.
     """
     plain: dict[Any, Any] = {}
     for name, value in values.items():
         key, inside = f"{path}.{name}".strip("."), dict[str, Any]()
-        if id(value) in known or depth > _MAX_DEPTH:
-            continue
-        if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
             plain[key] = value
-        elif isinstance(value, Tensor):
+            continue
+        if id(value) in seen or depth > _MAX_DEPTH:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
             is_summed = value.layout is torch.strided and not value.is_quantized
             sums = sums_of([to_local(value.detach())]) if is_summed else None
-            plain[key] = _State(weakref.ref(value), (None if value.is_inference() else value._version, sums))
+            plain[key] = _State(weakref.ref(value), None if value.is_inference() else value._version, sums)
         elif isinstance(value, np.ndarray):
-            plain[key] = _State(weakref.ref(value), value.tobytes())
+            plain[key] = _State(weakref.ref(value), None, value.tobytes())
         elif isinstance(value, Iterator):
             left = operator.length_hint(value, -1)
             plain[key] = object() if left < 0 else left  # an object is equal to no other
-        elif is_taken_apart(value):
-            inside = {label: item for _, label, item in references(value)}
-        elif isinstance(value, Sized) and not isinstance(value, nn.Module):
-            with suppress(Exception):
-                plain[key] = len(value)
+        else:
+            if is_taken_apart(value):
+                inside = {label: item for _, label, item in references(value)}
+            elif isinstance(value, (type, SimpleNamespace)) or defined_by(type(value)) != "library":
+                inside = _attributes(value)
+            if isinstance(value, Sized) and not isinstance(value, nn.Module):
+                with suppress(Exception):
+                    plain[key] = frozenset(value) if isinstance(value, set) else len(value)
             if isinstance(value, (dict, list, tuple, deque)) and name not in _OF_A_MODULE:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
-                inside = {str(index): item for index, item in items}
+                inside |= {str(index): item for index, item in items}
         if inside:
-            plain |= _plain(key, inside, known | {id(value)}, depth + 1)
+            plain |= _plain(key, inside, seen, depth + 1)
     return plain
 
 
+def _attributes(obj: Any) -> dict[str, Any]:
+    """Return the attributes of an object and its classes, or of a class, where the script or a package defines them."""
+    classes = (obj if isinstance(obj, type) else obj.__class__).__mro__
+    attributes: dict[str, Any] = {}
+    for cls in classes:
+        if defined_by(cls) != "library":
+            attributes |= {f"{cls.__name__}.{name}": item for name, item in vars(cls).items() if not name.startswith("__")}
+            names = vars(cls).get("__slots__", ())
+            slots = [names] if isinstance(names, str) else names
+            attributes |= {name: getattr(obj, name) for name in slots if not isinstance(obj, type) and hasattr(obj, name)}
+    return attributes if isinstance(obj, type) else attributes | getattr(obj, "__dict__", {})
+
+
 class _State(NamedTuple):
-    """What shows whether a tensor or an array is changed in place; another one in its place is a result."""
+    """What shows whether a tensor or an array has changed; another one in its place, with the same values, is a result."""
 
     ref: weakref.ref[Any]
+    version: int | None
     content: Any
 
 
@@ -219,8 +243,9 @@ def _first_difference(before: dict[str, Any], after: dict[str, Any]) -> str | No
     """Return the name of what differs."""
     for name, first in before.items():
         last = after.get(name, first)
-        is_replaced = _State in (type(first), type(last)) and getattr(first, "ref", None) is not getattr(last, "ref", None)
-        if not is_replaced and first is not last and first != last:
+        if isinstance(first, _State) and isinstance(last, _State) and first.ref is not last.ref:
+            first, last = first.content, last.content
+        if first is not last and first != last:
             return name
     return None
 
