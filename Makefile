@@ -29,7 +29,7 @@ demo: $(VENV)/.examples  ## train 100 epochs on handwritten digits and print the
 # Tests that build the pages, start hundreds of processes or make thousands of requests, those of the longest files first.
 LONG := $(addprefix tests/test_,black_box_page.py docs.py) tests/examples \
 	$(addprefix tests/remote/test_,replays_on_addresses.py bucket_faults.py bucket_credentials.py) \
-	$(addprefix tests/parallel/test_,late_ranks.py balance.py audit.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py memory_on_ranks.py) \
+	$(addprefix tests/parallel/test_,late_ranks.py survival.py balance.py audit.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py memory_on_ranks.py) \
 	$(addprefix tests/training/updaters/test_,compiled_update.py virtual_memory.py) $(addprefix tests/training/extensions/test_,virtual_evaluation.py rank_times.py) \
 	$(addprefix tests/testing/test_,verify_resume.py verify_resume_verdicts.py replay.py) \
 	$(addprefix tests/cli/test_,replay_commands.py verify_resume_command.py diff_script.py) \

@@ -17,7 +17,7 @@ import stat
 import sys
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -410,9 +410,10 @@ class DirectoryLock:
     """The lock of a directory into which one run writes. It is free as soon as its process has ended, however it ended.
 
     It belongs to the open file, so that nothing else in the process releases it, such as a copy of the directory, which
-    opens and closes ``.lock`` too. Processes that this one forks close their copies of the descriptor: workers that outlive
-    a killed trainer do not keep the lock. The file ``.lock`` is never removed. On Linux and macOS it is that of ``flock``;
-    on NFS it is the server's since Linux 2.6.12, and excludes other hosts too.
+    opens and closes ``.lock`` too. From a process that was ``lost``, given by its number and host, it is taken: it writes
+    no more. Processes that this one forks close their copies of the descriptor: workers that outlive a killed trainer do
+    not keep the lock. The file ``.lock`` is never removed. On Linux and macOS it is that of ``flock``; on NFS it is the
+    server's since Linux 2.6.12, and excludes other hosts too.
 
     Raises:
         BlockingIOError: another run holds the lock; the error names its process and host.
@@ -421,13 +422,13 @@ class DirectoryLock:
 
     _descriptors: set[int] = set()  # noqa: RUF012 - one record for the process, for those that it forks
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], lost: Collection[tuple[int, str]] = ()) -> None:
         import filelock  # for those who write
 
         path = Path(os.path.realpath(directory), ".lock")
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            if not filelock.lock_descriptor(descriptor, blocking=False):
+            while not filelock.lock_descriptor(descriptor, blocking=False):
                 holder: Any = {}
                 for start in (0, 1):  # Windows lets nobody read the first byte, a space, which is locked
                     with suppress(OSError, ValueError):
@@ -435,10 +436,14 @@ class DirectoryLock:
                         holder = json.loads(os.read(descriptor, 4096))
                         break
                 pid, host = (holder.get("pid"), holder.get("host")) if isinstance(holder, dict) else (None, None)
-                raise BlockingIOError(
-                    f"{path.parent} is being written by another run: process {pid} on {host}. Wait for it to end, or choose "
-                    "another out"
-                )
+                if (pid, host) not in lost:
+                    raise BlockingIOError(
+                        f"{path.parent} is being written by another run: process {pid} on {host}. Wait for it to end, or "
+                        "choose another out"
+                    )
+                path.unlink(missing_ok=True)
+                os.close(descriptor)
+                descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
             os.write(descriptor, b" " + json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())

@@ -13,10 +13,10 @@ _NOT_THE_USERS = sys.stdlib_module_names | {"chainring", "torch", "tqdm"}
 _is_muted = False
 
 
-def mute() -> None:
-    """Let this process print nothing from now on; of several ranks, only the first prints."""
+def mute(is_muted: bool = True) -> None:
+    """Let this process print nothing from now on, or again; of several ranks, only the first prints."""
     global _is_muted
-    _is_muted = True
+    _is_muted = is_muted
 
 
 def info(text: str, *, follows_signal: bool = False) -> None:

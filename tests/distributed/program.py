@@ -78,6 +78,8 @@ class Options:
         counts: whether the model reports a metric object.
         timeout: seconds for which ranks wait for one that is late.
         gradients: whether the gradients of the first update are told.
+        survive: whether ranks go on when others are lost.
+        losses: rank, iteration and seconds after it, of each that gets a signal, and its number.
         url: the address of the run; without one it is in a directory of its place.
         environment: variables of the ranks.
         fault: what happens to it.
@@ -103,6 +105,8 @@ class Options:
     counts: bool = False
     timeout: float | None = None
     gradients: bool = False
+    survive: bool = False
+    losses: list = field(default_factory=list)
     url: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     fault: Fault | None = None
@@ -222,6 +226,25 @@ class Befalling(training.Extension):
         if self.is_now("loss"):
             raise ArithmeticError("broken loss")
         return model(*inputs)
+
+
+class Lost(training.Extension):
+    """Sends this rank a signal after an iteration, if it is one of those that are lost."""
+
+    trigger = (1, "iteration")
+    priority = 999
+
+    def __init__(self, losses, rank):
+        self.moments = {iteration: (delay, number) for lost, iteration, delay, number in losses if lost == rank}
+
+    def initialize(self, trainer):
+        self(trainer)
+
+    def __call__(self, trainer):
+        if (moment := self.moments.pop(trainer.updater.iteration, None)) is not None:
+            timer = threading.Timer(moment[0], os.kill, (os.getpid(), moment[1]))
+            timer.daemon = True
+            timer.start()
 
 
 class Loaded(training.Extension):
@@ -364,6 +387,8 @@ def build(options, comm, place):
     for extension in extensions_of(model) if options.extended else ():
         trainer.extend(extension)
     trainer.extend(befalling, name="befalling")
+    if options.losses:
+        trainer.extend(Lost(options.losses, comm.rank), name="lost")
     trainer.extend(Loaded(), name="loaded")
     return trainer, consumed.parts, first
 
@@ -414,7 +439,7 @@ def outcome(trainer, parts, first):
 
 def train(options, place):
     """Runs to the end, of which the outcome is left in the place, also where a signal has made it."""
-    comm = create_communicator("cpu", timeout=options.timeout)
+    comm = create_communicator("cpu", timeout=options.timeout, survive=options.survive)
     trainer, parts, first = build(options, comm, place)
     told = {"signalled": None}
     # Called beside the run's own, and there when the run is over, so that a signal that comes late does nothing.

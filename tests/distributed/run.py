@@ -17,6 +17,7 @@ import bits
 import corruption
 import elastic
 import launched
+import lost
 import mishaps
 import resumes
 import stores
@@ -24,7 +25,7 @@ from worlds import Bench
 
 import tries
 
-PARTS = (agreement, resumes, stores, mishaps, elastic, launched, bits, corruption)
+PARTS = (agreement, resumes, stores, mishaps, elastic, launched, lost, bits, corruption)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))

@@ -18,6 +18,7 @@ from pathlib import Path
 import layouts
 import program
 import torch
+from torch.distributed import TCPStore
 
 from chainring.serializers._store import open_store
 from ports import free_port
@@ -39,6 +40,7 @@ class Row:
         expected: what must be true afterwards.
         large: how many in ``make faults``.
         attempt: ``attempt(bench, number, draw, place)`` makes one try in an empty directory and returns what it was.
+        small: how many in ``make check``.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Row:
     expected: str
     large: int
     attempt: Callable
+    small: int = 1
 
     def make(self, bench, number, draw, place):
         """One try; counts it by what it was."""
@@ -78,6 +81,8 @@ def live(rank, size, port, place, options):
     if size > 1:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
         os.environ.update({name: str(value) for name, value in where.items()})
+        if options.survive:  # as torchrun's agent, which has the store
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     program.train(options, place)
 
 
@@ -151,6 +156,7 @@ class Bench:
         for told in Path(place).glob("outcome-*"):
             told.unlink()
         port, began = free_port(), time.monotonic()
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if options.survive else None
         ranks = [self._context.Process(target=live, args=(r, size, port, str(place), options)) for r in range(size)]
         for rank in ranks:
             rank.start()
@@ -158,8 +164,13 @@ class Bench:
         try:
             alive = {rank.sentinel: number for number, rank in enumerate(ranks)}
             while alive:
-                if options.fault is not None and options.fault.kind == "stop" and [*alive.values()] == [options.fault.rank]:
-                    ranks[options.fault.rank].kill()
+                if options.fault is not None and options.fault.kind == "stop":
+                    stopped = {options.fault.rank}
+                else:
+                    stopped = {rank for rank, *_, number in options.losses if number == signal.SIGSTOP}
+                if stopped.issuperset(alive.values()):
+                    for rank in stopped:
+                        ranks[rank].kill()
                 ready = multiprocessing.connection.wait(list(alive), max(0.0, began + LIMIT - time.monotonic()))
                 if not ready:
                     raise WrongEndError(f"ranks {list(alive.values())} had not ended after {LIMIT:g} s")
@@ -169,6 +180,7 @@ class Bench:
             for rank in ranks:
                 rank.kill()
                 rank.join()
+            del store
         return World(place, [rank.exitcode for rank in ranks], ended)
 
     def known(self, kind, size, **settings):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ class Communicator:
     size: int = 1
     local_rank: int = 0
     device: torch.device = torch.device("cpu")
+    survives: ClassVar[bool] = False  # True if it goes on without ranks that are lost
 
     @property
     def is_main(self) -> bool:
@@ -177,6 +178,18 @@ class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
         except RankFailed as error:
             print(f"rank {comm.rank} stops, because another has failed: {error}")
     """
+
+
+class RanksLost(BaseException):  # not an Exception, which a script may handle as an error of its own
+    """Some ranks were lost, and this one is one of fewer from now on: what it did has to be done again.
+
+    Attributes:
+        processes: those of the lost ranks, each by its number and its host.
+    """
+
+    def __init__(self, text: str, processes: Collection[tuple[int, str]]) -> None:
+        super().__init__(text)
+        self.processes = processes
 
 
 def store_of_group(prefix: str = "runs") -> Any:

@@ -65,14 +65,14 @@ class GroupCommunicator(Communicator):
         return stack
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
-        for flat in _flattened(tensors):
+        for flat in flattened(tensors):
             with self.waiting():
                 dist.all_reduce(flat, group=self._group)
             if average:
                 flat.div_(self.size)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        for flat in _flattened(tensors):
+        for flat in flattened(tensors):
             with self.waiting():
                 dist.broadcast(flat, group=self._group, group_src=root)
 
@@ -144,7 +144,7 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 def lower_timeouts(seconds: float) -> None:
     """Let no exchange of any group that begins from now on take longer; backends that end the process get a little more."""
-    for group in _all_groups():
+    for group in list_groups():
         with contextlib.suppress(Exception):  # destroyed meanwhile, or of a backend that knows no timeout
             for backend in _backends_of(group):
                 limit = timedelta(seconds=seconds if backend.name() == "gloo" else seconds + _LATER)
@@ -155,7 +155,7 @@ def lower_timeouts(seconds: float) -> None:
 def count_collectives() -> dict[str, tuple[int, list[int], str]]:
     """Return by the name of each process group how many collectives this rank has begun in it, its ranks and description."""
     counts: dict[str, tuple[int, list[int], str]] = {}
-    for group in _all_groups():
+    for group in list_groups():
         with contextlib.suppress(Exception):  # destroyed meanwhile, or of a backend that does not count
             number = sum(backend._get_sequence_number_for_group() for backend in _backends_of(group))
             counts[group.group_name] = number, dist.get_process_group_ranks(group), group.group_desc
@@ -175,7 +175,7 @@ def is_connection_error(error: BaseException) -> bool:
     return is_timeout(error) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
 
 
-def _all_groups() -> list[Any]:
+def list_groups() -> list[Any]:
     """Return all process groups of torch.distributed that this rank belongs to."""
     return list(attrgetter("_world.pg_map")(dist.distributed_c10d)) if dist.is_initialized() else []
 
@@ -201,7 +201,7 @@ def end_groups(groups: list[Any]) -> None:
     ending.join(_LEAVING)
 
 
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield neighbours of one dtype and device as one vector, which is copied back after it was exchanged."""
     for _, group in groupby(tensors, lambda tensor: (tensor.dtype, tensor.device)):
         buckets: list[list[Tensor]] = [[]]

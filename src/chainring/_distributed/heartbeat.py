@@ -172,6 +172,11 @@ class Heartbeat:
             self._inquire()
         return None if self.failure is None else self.failure.text
 
+    def find_silent(self) -> list[int]:
+        """Ask all ranks for their records; return those that do not answer, none if another rank asks just now."""
+        records = self._store.call(self._ask, 3 * _ANSWER) or {}
+        return [rank for rank, record in records.items() if record.state]
+
     def wait_for_others(self) -> None:
         """Let rank 0 stay until all ranks have received what was published, a few seconds at most."""
         late = 0 if self.failure is None else len(self.failure.late or ())
@@ -208,7 +213,7 @@ class Heartbeat:
 
     def _ask(self, store: Any) -> dict[int, Record] | None:
         """Ask all ranks for their records and return these; ``None`` if another rank has asked just now."""
-        if not _set_once(store, f"{_QUESTION}/{self._asked + 1}", str(self._rank)):
+        if not set_once(store, f"{_QUESTION}/{self._asked + 1}", str(self._rank)):
             return None
         until, answers = time.monotonic() + _ANSWER, dict[int, Record]()
         while len(answers) < self._size and time.monotonic() < until:
@@ -238,7 +243,7 @@ class Heartbeat:
             if ended and waits and max(ended.values()) < latest:
                 others = ", ".join(f"{rank} (pid {self._processes[rank].pid})" for rank in sorted(ended))
                 first = "" if self.failure is None else f"{self.failure.text}\n"
-                self._stop(
+                self.stop(
                     f"{first}rank {self._rank} stops: the process of rank {others} has ended, and this rank kept waiting "
                     f"for it for {_PATIENCE:g} s. Its connections are still open: a child process that it has forked may "
                     "hold them."
@@ -306,7 +311,7 @@ class Heartbeat:
 
         def publish(store: Any) -> None:
             if self.failure is None:
-                _set_once(store, _FAILURE, json.dumps(failure))
+                set_once(store, _FAILURE, json.dumps(failure))
                 self._receive(store)
 
         self._store.call(publish, seconds)
@@ -318,7 +323,7 @@ class Heartbeat:
             return
         if self._rank in (failure.late or ()):
             if known_for > _GRACE:
-                self._stop(f"{failure.text}\nrank {self._rank} stops, because it had not arrived.")
+                self.stop(f"{failure.text}\nrank {self._rank} stops, because it had not arrived.")
             return
         waiting = [since for since, is_beside in list(self._progress.waiting.values()) if not is_beside]
         began = min([self._progress.changed_at, *waiting])
@@ -332,9 +337,9 @@ class Heartbeat:
             limit = min(_MARGIN + _GRACE, began + self._timeout + _MARGIN + _GRACE - self._known_at)
         waits = waiting or not failure.collectives or is_ahead
         if waits and began < self._known_at + _GRACE and known_for > max(limit, _GRACE):
-            self._stop(f"{failure.text}\nrank {self._rank} stops, because it kept waiting.")
+            self.stop(f"{failure.text}\nrank {self._rank} stops, because it kept waiting.")
 
-    def _stop(self, text: str) -> None:
+    def stop(self, text: str) -> None:
         """End this process, whose main thread waits in a place that no error reaches."""
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -346,7 +351,7 @@ class Heartbeat:
         os._exit(1)
 
 
-def _set_once(store: Any, key: str, text: str) -> bool:
+def set_once(store: Any, key: str, text: str) -> bool:
     """Write an entry of the store unless there is one; return whether it is this text then."""
     try:
         return bytes(store.compare_set(key, "", text)) == text.encode()

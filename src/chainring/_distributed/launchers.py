@@ -1,7 +1,9 @@
-"""Launchers: the rank of this process among those that were started together, as environment variables say it."""
+"""Launchers: the rank of this process among those that were started together, by environment variables; its communicator."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import zlib
 from collections import Counter
@@ -10,10 +12,17 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from chainring._checks import is_number
+from chainring._distributed.communicator import Communicator, store_of_group
+from chainring._distributed.group import TIMEOUT, connect_timeout, set_timeout
+from chainring._distributed.process_group import MeshCommunicator, ProcessGroupCommunicator
 from chainring._messages import warn
+from chainring.converters import Device, as_device, is_auto, set_device_of_rank
 
 _DEFAULT_PORT = 29500  # as in torchrun, of a launcher that has no name for a start
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -43,6 +52,7 @@ class _Launcher(NamedTuple):
     machines: tuple[str, ...] = ()  # those that may have the machines in Slurm's notation, of which the first has rank 0
 
 
+_groups_joined = 0
 _meetings: Counter[RankInfo] = Counter()  # in this process
 
 _SLURM = _Launcher(
@@ -70,6 +80,153 @@ _LAUNCHERS = [  # a launcher comes before those that may have started it
     ),
     _SLURM,
 ]  # fmt: skip
+
+
+def create_communicator(
+    device: Device = None, *, mesh: Any = None, timeout: float | None = None, survive: bool = False
+) -> Communicator:
+    """Return the communicator of this process, from its launcher's environment variables; without one, a world of one.
+
+    The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``, ``srun``,
+    ``mpirun``, ``accelerate launch``, Ray Train and submitit. Tensors on the CPU are exchanged by gloo, those on an
+    NVIDIA GPU by NCCL, those on another accelerator by the backend that PyTorch has for it. An existing process group is
+    used.
+
+    With a ``mesh``, the ranks along it share the data, and ``rank`` and ``size`` are those of the data. All other ranks
+    get the same rows and compute the model together, as in tensor parallelism.
+
+    Example::
+
+        comm = create_communicator()
+        updater = StandardUpdater(iterator, optimizer, model, comm=comm)
+
+        mesh = init_device_mesh(comm.device.type, (4, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+        updater = StandardUpdater(iterator, optimizer, model, comm=create_communicator(mesh=mesh["dp"]))
+
+    Args:
+        device: the device on which this rank computes; by default, and for ``"auto"``, the accelerator with the number of
+            the rank on this machine, or the only visible one, or the CPU if there is none. The updater and the extensions
+            take it from ``comm.device``.
+        mesh: a ``DeviceMesh`` over all ranks, or the slice of one along which the data are shared; it has several
+            dimensions for ``fully_shard`` with replicas. By default all ranks share the data.
+        timeout: the seconds that a rank waits in an exchange for another that does not arrive; then all ranks end with an
+            error that names the late rank, its last iteration and its stack. The default is 30 minutes; process groups
+            created by the script keep their own timeout.
+        survive: True to go on without ranks that are lost: the others keep their processes, models and state, and do again
+            what was interrupted. It needs a launcher whose store outlives every rank, such as ``torchrun``.
+
+    Raises:
+        RuntimeError: several processes were started, and an environment variable that they need is missing or wrong, or
+            some of them do not connect.
+        TypeError: ``mesh`` is not a ``DeviceMesh``.
+        ValueError: there is no such device, another rank uses it, PyTorch has no backend for it, the mesh does not contain
+            every rank exactly once, ``timeout`` is not above 0, or ranks could not ``survive`` the loss of another.
+    """
+    global _groups_joined
+    if timeout is not None and not is_number(timeout):
+        raise TypeError(f"timeout is a number of seconds, or None for {TIMEOUT.total_seconds():g}; got {timeout!r}")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise ValueError(
+            f"timeout is a number of seconds above 0 in which a late rank has to arrive; got {timeout!r}: give more than "
+            f"the longest work of one rank takes, or None for {TIMEOUT.total_seconds():g}"
+        )
+    if not isinstance(survive, bool):
+        raise TypeError(f"survive is True or False, got {survive!r}")
+    started = dist.is_available() and dist.is_initialized()
+    info = (
+        RankInfo(dist.get_rank(), dist.get_world_size(), read_local_rank(os.environ))
+        if started
+        else read_rank_info(os.environ)
+    )
+    rank_device = _device_of_rank(device, info.local_rank)
+    set_device_of_rank(rank_device, info.size > 1)
+    if info.size == 1 and not started:
+        alone = Communicator()
+        alone.device = rank_device
+        return alone
+    if rank_device.type != "cpu":
+        torch.accelerator.set_device_index(rank_device)
+    if survive:
+        _check_survival(info, rank_device, mesh, started)
+        from chainring._distributed.survival import SurvivingCommunicator  # which few programs need
+
+        return SurvivingCommunicator(rank_device, info.local_rank, _start(info, rank_device, timeout), timeout)
+    _groups_joined += int(started)  # the same number on all ranks, for keys that no earlier communicator has used
+    store = store_of_group(f"joined/{_groups_joined}") if started else _start(info, rank_device, timeout)
+    world = ProcessGroupCommunicator(rank_device, info.local_rank, store, ends_group=not started, timeout=timeout)
+    if mesh is None:
+        return world
+    if not hasattr(mesh, "get_coordinate") or not hasattr(mesh, "device_type"):
+        raise TypeError(
+            "mesh is a DeviceMesh whose ranks share the data, or a slice of one, such as "
+            f'init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))["dp"]; got {type(mesh).__name__}'
+        )
+    if mesh.device_type != rank_device.type:
+        raise ValueError(
+            f"the mesh is one of {mesh.device_type!r}, and this rank computes on {str(rank_device)!r}: make it by "
+            f"init_device_mesh({rank_device.type!r}, ...), or give create_communicator(device={mesh.device_type!r})"
+        )
+    return MeshCommunicator(world, mesh.mesh.flatten().tolist())
+
+
+def _check_survival(info: RankInfo, device: torch.device, mesh: Any, started: bool) -> None:
+    """Refuse ranks that could not go on without others."""
+    if started:
+        reason = "the script has started its process groups itself, which end with a rank: let create_communicator() do that"
+    elif mesh is not None:
+        reason = "on a mesh ranks may have a part of the model or of its state, which is lost with them: leave mesh out"
+    elif info.address:
+        reason = (
+            "the store through which the ranks meet is that of rank 0, and ends with it: start each rank by torchrun, whose "
+            "agent has one, as `torchrun --nnodes 1:N --nproc-per-node 1 --max-restarts 0 --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT script.py`, where HOST is a machine that stays"
+        )
+    elif device.type != "cpu":
+        reason = (
+            f'ranks go on without others by gloo alone so far, and this one computes on {device.type!r}: give device="cpu"'
+        )
+    else:
+        return
+    raise ValueError(f"survive=True lets ranks go on when others are lost, and {reason}; or leave survive out")
+
+
+def _device_of_rank(device: Device, local_rank: int) -> torch.device:
+    if device is not None and not is_auto(device):
+        return as_device(device) or torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    assert accelerator is not None
+    if count == 1 and accelerator.type == "cuda":  # that of this task, or that of the machine, which `meet` tells apart
+        return torch.device("cuda", 0)
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no accelerator of its own, there are {count}: start fewer processes on this "
+            'machine, or give device="cpu"'
+        )
+    return torch.device(accelerator.type, local_rank)
+
+
+def _start(info: RankInfo, device: torch.device, timeout: float | None) -> Any:
+    """Start the process group, and return the store through which the ranks have met."""
+    rank, size = info.rank, info.size
+    limit = TIMEOUT if timeout is None else timedelta(seconds=timeout)
+    is_cuda, backend = device.type == "cuda", dist.Backend.default_device_backend_map.get(device.type)
+    if backend is None:
+        raise ValueError(
+            f"no backend of torch.distributed exchanges tensors on {device.type!r}, the accelerator of this machine: import "
+            f'the package that registers one before create_communicator(), or give device="cpu"'
+        )
+    store = meet(info, limit, str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "")
+    dist.init_process_group(
+        "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}", store=store, rank=rank, world_size=size,
+        timeout=connect_timeout(size), device_id=device if is_cuda else None,
+    )  # fmt: skip
+    assert dist.group.WORLD is not None
+    set_timeout(dist.group.WORLD, TIMEOUT)
+    return store
 
 
 def read_rank_info(environment: Mapping[str, str]) -> RankInfo:

@@ -239,7 +239,17 @@ class Column:
         sums = serializer("folded", self.fold().to_tensor() if isinstance(serializer, Serializer) else None)
         if not isinstance(serializer, Serializer):
             self.chunks = []
-            self.sums = Moments.from_tensor(sums, self.with_deviation) if serializer.comm.rank == 0 else None
+            self.sums = Moments.from_tensor(sums, self.with_deviation) if _counts_on(serializer.comm) else None
+
+
+def _counts_on(comm: Communicator) -> bool:
+    """Return whether sums over an interval are kept by this rank: by rank 0, or by each if any of them may be lost."""
+    return comm.rank == 0 or comm.survives
+
+
+def _sums_of_ranks(sums: Any, comm: Communicator) -> list[Any]:
+    """Return the sums over an interval that ranks have, those of rank 0 where each has all."""
+    return [comm.broadcast_object(sums)] if comm.survives else comm.gather_object(sums)
 
 
 def read(columns: Iterable[Column]) -> None:
@@ -308,7 +318,7 @@ class MeanSummary(Stateful):
 
     def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks."""
-        return self._merge(comm.gather_object(self._column.fold()))
+        return self._merge(_sums_of_ranks(self._column.fold(), comm))
 
     def __add__(self, other: Self) -> Self:
         """Return the summary of what has been added to either."""
@@ -467,8 +477,10 @@ class DictMeans(Stateful):
         self._stack_rows()
         self._metrics = _metrics.all_over_ranks(self._metrics, comm)
 
-    def over_ranks(self, comm: Communicator) -> Self:
+    def over_ranks(self, comm: Communicator, each_has_all: bool = False) -> Self:
         """Return the summary of what has been added on all ranks. Metrics are computed and reset.
+
+        Where ``each_has_all`` of it, it is that of rank 0.
 
         Raises:
             ValueError: a metric exchanges what it has counted over more ranks than those that share the data.
@@ -479,7 +491,10 @@ class DictMeans(Stateful):
             _metrics.check_exchange(self._metrics, comm)
         self._end_interval()
         # On a mesh, what one of the ranks that see the same rows has.
-        return self if is_alone else self._merge(comm.gather_object(self._fold()))
+        sums = self._fold() if not is_alone else {}
+        if each_has_all:
+            return self if is_alone else self._merge([comm.broadcast_object(sums)])
+        return self if is_alone else self._merge(comm.gather_object(sums))
 
     def __add__(self, other: Self) -> Self:
         """Return the summary of what has been added to either.
@@ -515,7 +530,7 @@ class DictMeans(Stateful):
             self._stack_rows()
             if self._metrics:
                 _metrics.warn_of_unsaved(self._metrics)
-            source = self if serializer.comm.size == 1 else self._merge(serializer.comm.gather_object(self._fold()))
+            source = self if serializer.comm.size == 1 else self._merge(_sums_of_ranks(self._fold(), serializer.comm))
             read(source._columns.values())
         else:
             DictMeans.__init__(self, self._said)  # forgets what was added
@@ -583,7 +598,7 @@ class IntervalMeans:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
         if trainer.comm.size > 1 and getattr(trainer.updater, "virtual_ranks", None) is not None:
             self._summary.add_up_metrics(trainer.comm)
-        means = self._summary.over_ranks(trainer.comm).compute_mean()
+        means = self._summary.over_ranks(trainer.comm, trainer.comm.survives).compute_mean()
         self._summary = DictMeans(self._said)
         return means
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from chainring import _random
-from chainring._distributed.communicator import Communicator
+from chainring._distributed.communicator import Communicator, RanksLost
 from chainring._distributed.sharding import is_tensor_parallel
 from chainring._hints import find_hint
 from chainring._messages import info, list_names, warn
@@ -30,9 +30,11 @@ from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import (
+    AbstractSerializer,
     ChangedSetting,
     Deserializer,
     DictionaryDeserializer,
+    DictionarySerializer,
     printing_changes,
     visit_if_stateful,
     visit_setting,
@@ -68,7 +70,8 @@ class Run:
         self._remote: RemotePlace | None = None
         self._initialized: list[Entry] = []  # extensions
         self._started_triggers: list[Any] = []
-        self._rollback: str | None = None  # the reason, if the run has gone back to a snapshot
+        self._lost: set[tuple[int, str]] = set()  # the processes of ranks that were lost, by number and host
+        self._notes: dict[str, str] = {}  # for `run.json`: why the run has begun again by itself
 
     def open(self, trainer: Trainer) -> None:
         """Take ``out`` for this process, compare the ranks, load the newest state, and start from it."""
@@ -80,6 +83,11 @@ class Run:
             if trainer.url is not None:
                 from chainring._places.remote import RemotePlace  # which few programs need
 
+                if trainer.comm.survives:
+                    raise ValueError(
+                        "with create_communicator(survive=True) rank 0 may be lost, and no other takes its place so far in "
+                        "an object store: give Trainer(out=) a directory that all machines see"
+                    )
                 self._remote = RemotePlace(trainer.url)
                 self._remote.claim(trainer.out)
                 self.store = Snapshots(self._remote)
@@ -102,8 +110,40 @@ class Run:
         info(f"{reason}; the run goes back to iteration {state[0]}")
         for entry in trainer.entries:
             entry.optional("finalize")()
-        self._rollback = str(reason)
+        self._notes = {"rollback": str(reason)}
         self._start(trainer, trainer.entries, state)
+
+    def repeat(self, trainer: Trainer, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Make a call; if ranks are lost in it, go on without them and make it again."""
+        while True:
+            generators, name = _random.take_generators(), trainer.extension_name
+            try:
+                return call(*arguments)
+            except RanksLost as loss:
+                _random.put_generators(generators)
+                self._go_on(trainer, loss)
+                trainer.extension_name = name
+
+    def _go_on(self, trainer: Trainer, loss: RanksLost) -> None:
+        """Begin again with fewer ranks, from the state that they have."""
+        while True:
+            try:
+                info(text := f"{loss}, and do again what comes after iteration {trainer.updater.iteration}")
+                self._notes, self.loaded_state.exists = {"lost": text}, True
+                self._lost |= set(loss.processes)
+                trainer.interruption.begin_anew()
+                state = DictionarySerializer()
+                _visit_parts(state, trainer)
+                for entry in trainer.entries:
+                    entry.optional("finalize")()
+                _visit_parts(DictionaryDeserializer(state.target), trainer)
+                if trainer.comm.is_main and self._directory is None:
+                    self.store = trainer.store
+                    self._directory = RunDirectory(trainer.out, self.store, self._lost)
+                self._start(trainer, trainer.entries, None, goes_on=True)
+                return
+            except RanksLost as another:
+                loss = another
 
     def explain(self, trainer: Trainer, error: BaseException) -> BaseException:
         """Return the error that ends the run, with notes that say where it was raised and what helps."""
@@ -151,9 +191,9 @@ class Run:
             self._started_triggers.append(trigger)
             trigger.initialize(trainer)
 
-    def _start(self, trainer: Trainer, entries: list[Entry], state: _State | None) -> None:
-        """Load a state of these extensions if there is one, and start from it."""
-        self.started_at = None  # state may be loaded until it is set
+    def _start(self, trainer: Trainer, entries: list[Entry], state: _State | None, goes_on: bool = False) -> None:
+        """Load a state of these extensions if there is one, and start from it, or ``goes_on`` with that which is there."""
+        self.started_at = self.started_at if goes_on else None  # state may be loaded until it is set
         with printing_changes(self.loaded_state.unprinted):
             tried: list[int] = []
             while state is not None:
@@ -167,7 +207,7 @@ class Run:
                         raise
             self.loaded_state.conclude(trainer)
             trainer.comm.barrier()  # until all have loaded, rank 0 must not move snapshots or cut back the log
-            self.started_at = time.monotonic()
+            self.started_at = self.started_at or time.monotonic()
             if self._directory is not None:
                 self._claim_directory(trainer, self._directory)
         prepare(trainer)
@@ -182,6 +222,8 @@ class Run:
             if entry not in self._initialized:
                 self._initialized.append(entry)
         trainer.extension_name = None
+        if goes_on:
+            return
         _call_before_training(trainer)
         loaded, rank = self.loaded_state, trainer.comm.rank
         if loaded.generators is not None:
@@ -220,7 +262,17 @@ class Run:
             info(f"resumed at iteration {iteration}: the later {moved}")
         if left := [name for name in written if name not in names and written[name] is None]:
             directory.cut_back(left, cut_at)
-        write_record(trainer, earlier, known, loaded.changes, self._rollback)
+        write_record(trainer, earlier, known, loaded.changes, self._notes)
+
+
+def _visit_parts(serializer: AbstractSerializer, trainer: Trainer) -> None:
+    """Save or load, of this rank alone, what begins again with fewer ranks; models and optimizers stay as they are."""
+    for name, iterator in trainer.updater.get_all_iterators().items():
+        visit_if_stateful(serializer["iterators"], name, iterator)
+    visit_if_stateful(serializer, "stop_trigger", trainer.stop_trigger)
+    for entry in trainer.entries:
+        visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
+        visit_if_stateful(serializer["extension_triggers"], entry.name, entry.trigger)
 
 
 def prepare(trainer: Trainer) -> None:
@@ -325,6 +377,7 @@ class Interruption:
         self.signum: int | None = None  # the first signal; of several ranks, the largest that any received
         self.ends_run = False  # True when the run ends because of it: at once in one process, or when the ranks agree
         self.needs_snapshot = False  # True when a snapshot is asked for, of a run that continues
+        self.lacks_snapshot = False  # True if one was lost with rank 0
         self.needs_answer = False  # True if one of them has become true since the trainer has reacted
         self.continues_after_sigusr1 = continues_after_sigusr1
         self._comm = comm or Communicator()
@@ -377,6 +430,14 @@ class Interruption:
             handler(signum, frame)
         if self._sigint_count > 1 and signum == signal.SIGINT:
             raise KeyboardInterrupt
+
+    def begin_anew(self) -> None:
+        """Forget a comparison that is under way, of more ranks than there are now."""
+        self._read_maximum = lambda: 0
+
+    def replace_snapshot(self) -> None:
+        """Let a snapshot be taken before the next iteration, in place of one that rank 0 has not completed."""
+        self.lacks_snapshot = self.needs_answer = True
 
     def compare(self) -> None:
         """Begin to compare what the ranks have received, and read the result of the comparison before."""

@@ -8,10 +8,11 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from string import Formatter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from chainring import _random
@@ -70,10 +71,12 @@ def resolve_out(out: str) -> tuple[str, str | None]:
 class RunDirectory:
     """The directory in which a run writes; a `BlockingIOError` is raised while another run writes there.
 
+    The processes that were ``lost`` are no others, each given by its number and its host.
+
     It is created, and unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
     """
 
-    def __init__(self, out: str | os.PathLike[str], store: Snapshots) -> None:
+    def __init__(self, out: str | os.PathLike[str], store: Snapshots, lost: Collection[tuple[int, str]] = ()) -> None:
         self.path, self._store = Path(out), store
         try:
             os.makedirs(out, exist_ok=True)
@@ -83,7 +86,7 @@ class RunDirectory:
         except OSError as error:
             rule = f"out must be a writable directory ({error.strerror}); choose another out"
             raise OSError(error.errno, rule, os.fspath(out)) from None
-        self.release = DirectoryLock(out).release
+        self.release = DirectoryLock(out, lost).release
         try:
             self._store.sweep()
         except BaseException:
@@ -261,12 +264,12 @@ def write_record(
     earlier: Mapping[str, Any],
     files: Iterable[str],
     changes: Mapping[str, list[Any]],
-    rollback: str | None = None,
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Add this start to the record of the earlier run, empty if it is a new one; print the settings that have changed.
 
     The record names all that the run writes by ``files``, which are templates; ``changes`` are those of the loaded state.
-    ``rollback`` is the reason why the run has gone back to a snapshot by itself.
+    ``notes`` say why the run has begun again by itself.
     """
     settings = to_record(trainer)
     inexact = "the run continues, and may differ in the last bits"
@@ -295,7 +298,7 @@ def write_record(
         "changed": changed | as_json(changes),
         **({"postprocessed": postprocessed} if postprocessed else {}),
         **({} if earlier else {"generators": {name: checksum(state) for name, state in generators.items()}}),
-        **({} if rollback is None else {"rollback": rollback}),
+        **notes,
     }
     record = {"format": _FORMAT, **settings, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}
     replace_file(Path(trainer.out) / RECORD, json.dumps(record, indent=1) + "\n")

@@ -317,7 +317,7 @@ class Trainer(Stateful):
                             break
                         except RollBack as reason:
                             run.roll_back(self, reason)
-                    self.interruption.settle()
+                    run.repeat(self, self.interruption.settle) if self.comm.survives else self.interruption.settle()
                     _take_final_snapshots(self, None if self.interruption.is_nested else self.interruption.signum)
             except BaseException as error:
                 failure = run.explain(self, error)
@@ -331,10 +331,14 @@ class Trainer(Stateful):
         first = self.updater.iteration
         ends = surround(self._observers, "ends", self, call=partial(_ends, self))
         update = surround(self._observers, "around_update", self, call=self.updater.update)
+        if self.comm.survives:  # both are done again, by the ranks that are left, if some are lost meanwhile
+            ends, update = partial(self._run.repeat, self, ends), partial(self._run.repeat, self, update)
         steps = [_step_of(entry, self) for entry in self.entries if not entry.is_snapshot]
         snapshots = [_step_of(entry, self) for entry in self.entries if entry.is_snapshot]
         if not self.is_replaying and any(entry.optional("target") is None for entry, *_ in snapshots):
-            snapshots.append((snapshots[0][0], None, partial(_try_state, snapshots), snapshots[0][3]))
+            tries: Callable[[Trainer], bool] = partial(_try_state, snapshots)
+            tries = partial(self._run.repeat, self, tries) if self.comm.survives else tries
+            snapshots.append((snapshots[0][0], None, tries, snapshots[0][3]))
         while not ends():
             previous = self.reported
             self.reported = self.reporter.reported = Reported()
@@ -501,6 +505,7 @@ def _answer(trainer: Trainer) -> bool:
     interruption = trainer.interruption
     interruption.needs_answer = False  # at first, since another signal may come while snapshots are taken
     needs_snapshot, interruption.needs_snapshot = interruption.needs_snapshot, False
+    lacks_snapshot, interruption.lacks_snapshot = interruption.lacks_snapshot, False
     if interruption.ends_run and not interruption.is_nested:
         interruption.needs_answer = True
         return True
@@ -509,6 +514,8 @@ def _answer(trainer: Trainer) -> bool:
         _take_final_snapshots(trainer, interruption.signum, "this run is inside another one, and continues to its end")
     elif needs_snapshot:
         _take_final_snapshots(trainer, signal.SIGUSR1, "the run continues")
+    elif lacks_snapshot:
+        _take_final_snapshots(trainer, None)
     trainer.is_final_snapshot = False
     return interruption.ends_run and not interruption.is_nested
 
@@ -518,7 +525,6 @@ def _try_state(snapshots: list[_Step], trainer: Trainer) -> bool:
 
     What writes files is left out: to save it, it writes them.
     """
-    snapshots.pop()
     state = StateCollector()
     state.comm = trainer.comm
     state.visit("updater", trainer.updater)
@@ -532,6 +538,7 @@ def _try_state(snapshots: list[_Step], trainer: Trainer) -> bool:
     encode(state.target)
     for optimizer in trainer.updater.get_all_optimizers().values():
         try_loading(optimizer)
+    snapshots.pop()
     return False
 
 
@@ -541,13 +548,17 @@ def _step_of(entry: Entry, trainer: Trainer) -> _Step:
     if observers := trainer._observers:
         observe = observe and surround(observers, "around_observe", trainer, entry, call=observe)
         call = surround(observers, "around_call", trainer, entry, call=call)
-    return entry, observe, entry.fires, call
+    fires = entry.fires
+    if trainer.comm.survives:
+        call, fires = partial(trainer._run.repeat, trainer, call), fires and partial(trainer._run.repeat, trainer, fires)
+    return entry, observe, fires, call
 
 
 def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
     for entry in trainer.entries:
         if entry.before_snapshot is not None and not entry.is_snapshot:
-            entry.before_snapshot(trainer)
+            prepare = partial(entry.before_snapshot, trainer)
+            trainer._run.repeat(trainer, prepare) if trainer.comm.survives else prepare()
     for entry, *_ in due:
         entry.is_due = True
     # Those with `autoload` last: a run resumed from one does not take the others of that iteration again.

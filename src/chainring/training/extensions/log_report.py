@@ -20,6 +20,7 @@ from chainring._files import (
     is_regular,
     make_folder,
     open_regular,
+    replace_file,
     set_rows_aside,
     to_json,
 )
@@ -132,7 +133,7 @@ class LogReport(Extension):
         out, is_main = Path(trainer.out), trainer.comm.is_main
         if is_main:
             self._media.begin(trainer.reporter, out, is_rehearsing=trainer.is_rehearsing)
-        self._rows.begin(out, writes=is_main)
+        self._rows.begin(out, writes=is_main, may_lag=trainer.comm.survives)
         # A rehearsal or a replay leaves the writers alone: what they show to others could not be put back.
         is_alone = trainer.is_rehearsing or trainer.is_replaying
         self._open = list(self._writers) if is_main and not is_alone else []
@@ -149,14 +150,17 @@ class LogReport(Extension):
     def observe_start(self, trainer: Trainer) -> None:
         """Write a row of iteration 0, separate from the first interval."""
         if means := self._means.take(trainer):
-            self._write(trainer, means)
+            self._write(trainer, means, trainer.elapsed_time)
 
     def __call__(self, trainer: Trainer) -> None:
-        self._write(trainer, self._means.end(trainer))
+        seconds = trainer.elapsed_time
+        if trainer.comm.survives:  # the same rows on all ranks, of which any may go on in the file
+            seconds = trainer.comm.broadcast_object(seconds)
+        self._write(trainer, self._means.end(trainer), seconds)
 
-    def _write(self, trainer: Trainer, means: dict[str, float]) -> None:
+    def _write(self, trainer: Trainer, means: dict[str, float], seconds: float) -> None:
         counters = {"epoch": trainer.updater.epoch, "iteration": trainer.updater.iteration}
-        row: dict[str, Any] = {**means, **counters, "elapsed_time": trainer.elapsed_time}
+        row: dict[str, Any] = {**means, **counters, "elapsed_time": seconds}
         if self._postprocess is not None:
             self._postprocess(row)
         media = self._media.write(self._rows.count, counters) if self._media.waiting else {}
@@ -228,8 +232,11 @@ class _Rows:
         stored = self.count - len(self._recent)
         return self._recent[number - stored :] if number >= stored else self.all[number:]
 
-    def begin(self, out: Path, *, writes: bool) -> None:
-        """Go on in the files in ``out``, or in memory where this rank ``writes`` none."""
+    def begin(self, out: Path, *, writes: bool, may_lag: bool) -> None:
+        """Go on in the files in ``out``, or in memory where this rank ``writes`` none.
+
+        If they ``may_lag``, a rank that was lost may not have written the last rows.
+        """
         earlier, self._written = self._written, self._filename
         if self._filename is None or not writes:
             self._keep_in_memory()
@@ -239,7 +246,13 @@ class _Rows:
         if earlier != self._filename:
             set_rows_aside(path)
         self._file, loss = replace(self._stored), _LOST_ROWS.format(self.count - len(self._recent))
-        if not self._file.begin(path, b"".join(map(_line, self._recent)), loss=loss):
+        rows = b"".join(map(_line, self._recent))
+        if may_lag and not self._stored.size and is_regular(path):
+            with open(open_regular(path), "rb") as file:
+                is_beginning = rows.startswith(file.read())
+            if is_beginning:
+                replace_file(path, rows)
+        if not self._file.begin(path, rows, loss=loss):
             self._stored, self.count = AppendOnly(), len(self._recent)
         self._stored.path = path
         self._is_stale = True

@@ -115,6 +115,8 @@ class Throughput(_Measurement):
         counts = self._examples, float(self._tokens), _peak_memory(self._accelerator) / 2**20
         gathered = trainer.comm.world.gather_object(counts)
         examples, tokens = (sum(gathered[rank][kind] for rank in trainer.comm.data_ranks) for kind in range(2))
+        if trainer.comm.survives:  # each rank counts those of all
+            tokens = gathered[0][1]
         values = {"iterations_per_second": self._iterations / seconds}
         # What the updates weigh that have neither batches nor weights.
         units = self._iterations * (getattr(trainer.updater, "virtual_ranks", None) or len(trainer.comm.data_ranks))

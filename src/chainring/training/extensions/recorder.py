@@ -97,6 +97,11 @@ class Recorder(Extension):
                     f"extension {entry.name!r} writes {self._filename!r} too; give the Recorder another filename, or leave "
                     "one of them out"
                 )
+        if trainer.comm.survives:
+            raise ValueError(
+                "with create_communicator(survive=True) rank 0 may be lost, and no other goes on so far with the file of a "
+                "Recorder: leave it out"
+            )
         self._not_drawn = self._not_drawn or _random.generator_digests(trainer.updater)
         self._batches = Batches(trainer.updater)
         self._batch_ends = self._batches.take()

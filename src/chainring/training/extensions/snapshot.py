@@ -177,7 +177,11 @@ class Snapshot(Extension):
             raise ValueError(f"snapshots of one name save the same: give frozen= to all of {series.label!r}, or to none")
         if siblings[0].extension is not self:
             return
-        series.wanted, series.begun_iteration = {}, None
+        begun, series.wanted, series.begun = series.begun, {}, None
+        if trainer.comm.survives and begun is not None:
+            is_lost = trainer.comm.is_main and not trainer.store.holds(*begun)  # with rank 0, before it was written
+            if trainer.comm.broadcast_object(is_lost):
+                trainer.interruption.replace_snapshot()
         if not trainer.comm.is_main:
             return
         store, link = trainer.store, str(series.filename)
@@ -244,7 +248,7 @@ class Snapshot(Extension):
         """Copy the state and return the call that writes it for all ``takers``; ``None`` if it has been saved already."""
         iteration, store, comm, series = trainer.updater.iteration, trainer.store, trainer.comm, self._series
         (name, directory), is_final = series.names(trainer), trainer.is_final_snapshot
-        if series.begun_iteration == iteration:
+        if series.begun == (directory, iteration):
             BackgroundWriter.wait_for([entry.extension._background for entry in siblings])
         is_saved = comm.is_main and store.holds(directory, iteration)
         if comm.world.size > 1:
@@ -252,7 +256,7 @@ class Snapshot(Extension):
         if is_saved:  # at the end of this very iteration, by the run before or as a final snapshot
             self.saved_iteration = iteration if self.target is None else None
             return None
-        series.begun_iteration = iteration
+        series.begun = directory, iteration
         weights = weights_to_use(trainer.updater) if is_module(self.target) else nullcontext(False)
         with without_collections(), weights as is_changed:
             checkpoint = self._capture(trainer, comm, is_copied=self.asynchronous or is_changed)
@@ -411,7 +415,7 @@ class Series:
         self.templates: Sequence[str] = names if self._has_links else names[:1]
         self.n_retains: dict[str, int] = {}
         self.wanted: dict[str, bool] = {}
-        self.begun_iteration: int | None = None
+        self.begun: tuple[str, int] | None = None  # the name and the iteration of the newest that the run takes
         self.comm: Communicator | None = None
         # By name, since the run began: a commit that read every manifest would cost the more, the more are kept.
         self.known: dict[str, Manifest] | None = None

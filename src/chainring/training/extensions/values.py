@@ -165,7 +165,8 @@ class MicroAverage(Extension):
         return (self.result_key, *self.keys)
 
     def observe(self, trainer: Trainer) -> None:
-        if trainer.comm.rank > 0 and getattr(trainer.updater, "virtual_ranks", None) is not None:
+        is_first = trainer.comm.rank == 0 or trainer.comm.survives
+        if not is_first and getattr(trainer.updater, "virtual_ranks", None) is not None:
             return  # what virtual ranks report is on every rank the mean of all of them, of which one counts
         values: list[Any] = [trainer.observation.get(key) for key in self.keys]
         if all(map(is_scalar, values)):
@@ -342,7 +343,7 @@ class ParameterStatistics(Extension):
                         values |= {f"{path}/{name}/{index}": item for index, item in enumerate(value.reshape(-1))}
                     else:
                         values[f"{path}/{name}"] = value
-        if trainer.comm.is_main:  # they are the same on all ranks, and count once
+        if trainer.comm.is_main or trainer.comm.survives:  # they are the same on all ranks, and count once
             self._summary.add(values)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -362,8 +363,9 @@ class ParameterStatistics(Extension):
                     yield f"{self._prefix}{name}/{clean(path).replace('.', '/')}/{attribute}", numbers
 
     def __call__(self, trainer: Trainer) -> None:
-        summary, self._summary = self._summary, DictMeans()
-        report(summary.over_ranks(trainer.comm).compute_mean())
+        means = self._summary.over_ranks(trainer.comm, trainer.comm.survives).compute_mean()
+        self._summary = DictMeans()
+        report(means)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._summary.serialize(serializer["summary"])

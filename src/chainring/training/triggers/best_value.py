@@ -67,6 +67,7 @@ class BestMean:
     def forget(self) -> None:
         """Begin anew."""
         self._means = IntervalMeans([self.key])
+        self._is_asked = False
         self._best: float | None = None
         self._warning.was_given = False
 
@@ -127,7 +128,14 @@ class BestValueTrigger(BestMean, Trigger):
         return (self.key, *keys_of(self.trigger))
 
     def ask(self, trainer: Trainer) -> bool:
-        self._means.observe(trainer)
+        if not self._is_asked:  # else again, since ranks were lost meanwhile
+            self._means.observe(trainer)
+        self._is_asked = True
+        answer = self._compare(trainer)
+        self._is_asked = False
+        return answer
+
+    def _compare(self, trainer: Trainer) -> bool:
         if not self._warning.was_given:
             self._seen.update(trainer.observation)
         if not self.trigger(trainer):

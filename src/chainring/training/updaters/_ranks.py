@@ -274,6 +274,29 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
             )
 
 
+def check_survival(
+    models: Mapping[str, nn.Module], virtual_ranks: int | None, has_own_steps: bool, balance: str, audit: Any
+) -> None:
+    """Refuse what could not go on, or not with the same bits, when ranks are lost."""
+    reason = None
+    if any(is_sharded(parameter) for model in models.values() for parameter in model.parameters()):
+        reason = "the shards of a rank that is lost are lost with it: leave the model plain"
+    elif _list_ddp_modules(list(models.values())):
+        reason = "DistributedDataParallel keeps to the ranks with which it was made: leave the model plain, whose gradients "
+        reason += "the updater exchanges"
+    elif virtual_ranks is None or has_own_steps:
+        reason = (
+            "an interrupted update is computed again of virtual ranks alone so far, and without an update_core or a step "
+        )
+        reason += "of your own: give StandardUpdater(..., virtual_ranks=)"
+    elif balance != "even":
+        reason = "virtual ranks are dealt by speed after a step so far, when nothing may be exchanged: leave balance out"
+    elif audit:
+        reason = "what an audit has found is not put back so far: leave audit out"
+    if reason is not None:
+        raise ValueError(f"with create_communicator(survive=True) ranks go on when others are lost, and {reason}")
+
+
 NO_SPARSE = (
     "ranks and virtual ranks add up dense gradients, and {}; give its layer sparse=False, and an optimizer that takes dense "
     "gradients, such as Adam in place of SparseAdam"

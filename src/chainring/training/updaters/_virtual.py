@@ -186,7 +186,7 @@ class VirtualRanks:
         if (deal := self.balance.end(self.deal)) != self.deal:
             self.deal = deal
             self.balance.tell(deal, self.scheme.iterators)
-        if self.comm.rank > 0:
+        if self.comm.rank > 0 and not self.comm.survives:  # else any rank may be lost, and each has what counts
             return 0
         update.pins = pins
         return weight
@@ -544,9 +544,13 @@ class VirtualUpdate:
             exchange.start_all(leaf)
         audit = self._scheme.audit
         digests = () if audit is None else audit.pieces()
+        gradients: Sequence[Tensor | None] | None = None
+        if comm.survives and comm.size > 1:  # who completes the agreement knows that all have the sums
+            gradients = exchange.finish()
         wait = ranks.agreements[number].start(findings, counting, ranks.deal, at_step=True, digests=digests)
-        gradients: Sequence[Tensor | None]
-        if comm.size > 1:
+        if gradients is not None:
+            pass
+        elif comm.size > 1:
             gradients = exchange.finish()
         else:  # without a copy
             (gradients,) = total.nodes.values()
@@ -558,6 +562,10 @@ class VirtualUpdate:
             exchange, _ = self._start_exchange(number, parameters)
             exchange.start_all(leaf)
             gradients = exchange.finish()
+        if comm.survives and comm.size > 1:  # nothing is exchanged after the step
+            ranks.statistics.exchange(comm, findings.changed)
+            if findings.is_stale or findings.changed:
+                comm.barrier()
         for index, parameter in enumerate(parameters):
             parameter.grad = None
             if index not in findings.absent:

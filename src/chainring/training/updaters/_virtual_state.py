@@ -79,6 +79,7 @@ class RunningStatistics:
         self._number = len(named)
         self._initial = [buffer.clone() for buffer in self._buffers]
         self._sum = TreeSum(deal, rank)
+        self._sums: list[Tensor | None] | None = None
         self.changed: set[int] = set()
 
     @torch.no_grad()
@@ -154,13 +155,17 @@ class RunningStatistics:
         self._sum.add(leaf)
 
     @torch.no_grad()
+    def exchange(self, comm: Communicator, changed: Sequence[int]) -> None:
+        """Sum over all ranks what has become of the buffers that any of them has changed."""
+        like = [_exact(self._buffers[slot]) for slot in changed]
+        self._sums = self._sum.select(changed, like).finish(comm, like) if changed else []
+
+    @torch.no_grad()
     def finish(self, comm: Communicator, changed: Sequence[int], rows: Tensor) -> None:
         """Set the buffers that any rank has changed; ``rows`` is the number of rows over all virtual ranks."""
-        if not changed:
-            return
-        like = [_exact(self._buffers[slot]) for slot in changed]
-        sums = self._sum.select(changed, like).finish(comm, like)
-        for slot, total in zip(changed, sums, strict=True):
+        if self._sums is None:
+            self.exchange(comm, changed)
+        for slot, total in zip(changed, self._sums or (), strict=True):
             buffer, initial = self._buffers[slot], self._initial[slot]
             assert total is not None
             change = total / rows if _is_averaged(buffer) else total

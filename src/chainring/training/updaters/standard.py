@@ -53,6 +53,7 @@ from chainring.training.updaters._ranks import (
     check_dense,
     check_same,
     check_sharding,
+    check_survival,
     warn_of_untied,
 )
 from chainring.training.updaters._update import (
@@ -217,6 +218,8 @@ class StandardUpdater(Updater):
         self.comm = Communicator() if comm is None else comm
         self.device = device_of_rank(device, self.comm)
         check_sharding(self.comm, models)
+        if self.comm.survives:
+            check_survival(models, virtual_ranks, self._overrides("update_core", "step"), balance, audit)
         if self.comm.size > 1 or virtual_ranks is not None:
             check_dense(models, optimizers)
         if virtual_ranks is not None:
@@ -307,7 +310,8 @@ class StandardUpdater(Updater):
         scheme = self._scheme
         if self.comm.world.size > 1:
             broadcast_parameters(self.comm, list(scheme.models.values()), scheme.wrapped)
-            scheme.unchecked = _CHECKED_UPDATES
+            # Where ranks may be lost, nothing is exchanged after a step; snapshots compare the models too.
+            scheme.unchecked = 0 if self.comm.survives else _CHECKED_UPDATES
         for model in scheme.models.values() if scheme.model_watch is not None and self.iteration == 0 else ():
             warn_of_untied(self.comm, model)
         with scheme.wrapped.preserved_hooks() if scheme.wrapped.parameters else nullcontext():

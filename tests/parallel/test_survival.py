@@ -1,0 +1,132 @@
+"""Ranks that go on in their processes when others are lost: to the bits and rows of the run that loses none."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+from chainring import iterators, training
+from chainring._distributed.communicator import RanksLost
+from chainring.nn import Classifier
+from chainring.parallel import create_communicator
+from chainring.training import extensions
+
+EXAMPLES = [(torch.linspace(0, 1 + i % 3, 4), i % 3) for i in range(24)]
+
+
+def live(rank, size, port, function, *arguments):
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    torch.set_num_threads(1)
+    function(create_communicator("cpu", survive=True), *arguments)
+
+
+def end_of(size, function, *arguments):
+    """How each of some ranks ends, whose store is in this process as that of torchrun is in its agent."""
+    context = multiprocessing.get_context("forkserver")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [context.Process(target=live, args=(rank, size, store.port, function, *arguments)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(60)
+        return [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+class Dying(torch.utils.data.Dataset):
+    """Kills its process when an example is fetched for the given time."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __len__(self):
+        return len(EXAMPLES)
+
+    def __getitem__(self, i):
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return EXAMPLES[i]
+
+
+def run(comm, out, dying=None, at=0):
+    torch.manual_seed(0)
+    dataset = Dying(at if comm is not None and comm.rank == dying else -1)
+    model = Classifier(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3)))
+    iterator = iterators.SerialIterator(dataset, 8, shuffle=True, seed=0)
+    optimizer = torch.optim.Adam(model.parameters())
+    updater = training.StandardUpdater(iterator, optimizer, model, comm=comm, virtual_ranks=4)
+    trainer = training.Trainer(updater, (12, "iteration"), out=str(out))
+    trainer.extend(extensions.Evaluator(iterators.SerialIterator(EXAMPLES, 6, repeat=False, shuffle=False), model))
+    trainer.extend(extensions.LogReport(trigger=(2, "iteration")))
+    trainer.run()
+    if comm is None or comm.is_main:
+        torch.save(model.state_dict(), out / "model")
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_the_other_ranks_train_on_to_the_same_bits(tmp_path, dying):
+    """A rank is killed while it fetches: the others end with the parameters and rows of one process, and name the rank."""
+    run(None, tmp_path / "alone")
+    codes = end_of(3, run, tmp_path / "three", dying, 20)
+    assert codes == [-signal.SIGKILL if rank == dying else 0 for rank in range(3)]
+    expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    logs = [json.loads((tmp_path / name / "log").read_text()) for name in ("alone", "three")]
+    for row in [*logs[0], *logs[1]]:
+        del row["elapsed_time"]
+    assert logs[0] == logs[1]
+    (begun, again) = json.loads((tmp_path / "three" / "run.json").read_text())["starts"]
+    assert "lost" not in begun
+    assert again["lost"].startswith(f"rank {dying} (process ")
+
+
+def exchange(comm, out):
+    pid, first = os.getpid(), comm.rank
+    total = torch.tensor([1.0])
+    comm.all_reduce([total], average=False)
+    if first == 1:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RanksLost, match=r"rank 1 \(process \d+ on .*\) was lost"):
+        comm.gather_object(first)
+    told = [comm.rank, comm.size, comm.gather_object((first, pid == os.getpid())), total.item()]
+    (out / str(first)).write_text(json.dumps(told))
+    comm.close()
+
+
+def test_ranks_are_numbered_anew_in_their_order(tmp_path):
+    """After a loss the communicator is that of the ranks that are left, in the same processes."""
+    assert end_of(4, exchange, tmp_path) == [0, -signal.SIGKILL, 0, 0]
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 2, 3)]
+    assert told == [[rank, 3, [[0, True], [2, True], [3, True]], 4.0] for rank in range(3)]
+
+
+def test_a_store_inside_of_rank_0_is_refused(monkeypatch):
+    """It would end with that rank; the error says how to start the ranks."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(ValueError, match="is that of rank 0, and ends with it: start each rank by torchrun"):
+        create_communicator("cpu", survive=True)
+
+
+def without_virtual_ranks(comm, out):
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="so far, and without an update_core") as error:
+        training.StandardUpdater(EXAMPLES, torch.optim.SGD(model.parameters()), model, comm=comm)
+    (out / str(comm.rank)).write_text(str(error.value))
+
+
+def test_what_could_not_go_on_is_refused_by_the_updater(tmp_path):
+    """So far an update is computed again of virtual ranks alone."""
+    assert end_of(2, without_virtual_ranks, tmp_path) == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 2
