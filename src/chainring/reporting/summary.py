@@ -472,6 +472,15 @@ class DictMeans(Stateful):
         """Return the sum of the weights of a key."""
         return self._columns[key].fold().weights.value()
 
+    def refuse_metrics(self) -> None:
+        """Refuse metrics where ranks may be lost, and with them what they have counted."""
+        self._stack_rows()
+        if self._metrics:
+            raise ValueError(
+                f"with create_communicator(survive=True) a rank may be lost, and so far what it has counted for the metric "
+                f"{min(self._metrics)!r} with it: report a value of each batch, of which the mean is taken"
+            )
+
     def add_up_metrics(self, comm: Communicator) -> None:
         """Put metrics that have counted what those of all ranks have in the place of those of this rank."""
         self._stack_rows()
@@ -596,6 +605,8 @@ class IntervalMeans:
 
     def end(self, trainer: Trainer) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
+        if trainer.comm.survives:
+            self._summary.refuse_metrics()
         if trainer.comm.size > 1 and getattr(trainer.updater, "virtual_ranks", None) is not None:
             self._summary.add_up_metrics(trainer.comm)
         means = self._summary.over_ranks(trainer.comm, trainer.comm.survives).compute_mean()

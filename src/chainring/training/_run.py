@@ -432,8 +432,9 @@ class Interruption:
             raise KeyboardInterrupt
 
     def begin_anew(self) -> None:
-        """Forget a comparison that is under way, of more ranks than there are now."""
+        """Forget a comparison that is under way, of more ranks than there are now; what it may have told is told again."""
         self._read_maximum = lambda: 0
+        self._has_request = self.continues_after_sigusr1
 
     def replace_snapshot(self) -> None:
         """Let a snapshot be taken before the next iteration, in place of one that rank 0 has not completed."""

@@ -155,6 +155,11 @@ class LogReport(Extension):
     def __call__(self, trainer: Trainer) -> None:
         seconds = trainer.elapsed_time
         if trainer.comm.survives:  # the same rows on all ranks, of which any may go on in the file
+            if self._media.waiting:
+                raise ValueError(
+                    "with create_communicator(survive=True) any rank may have to go on with the log, and images, texts and "
+                    "histograms are on rank 0 alone so far: leave them out"
+                )
             seconds = trainer.comm.broadcast_object(seconds)
         self._write(trainer, self._means.end(trainer), seconds)
 

@@ -29,6 +29,7 @@ from chainring._distributed.sharding import (
 )
 from chainring._messages import warn
 from chainring._random import stable_hash
+from chainring.reporting._metrics import list_metrics
 from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import (
     AbstractSerializer,
@@ -291,6 +292,8 @@ def check_survival(
         reason += "of your own: give StandardUpdater(..., virtual_ranks=)"
     elif balance != "even":
         reason = "virtual ranks are dealt by speed after a step so far, when nothing may be exchanged: leave balance out"
+    elif list_metrics(models.values()):
+        reason = "what a metric object in a model has counted is not put back so far: report a value of each batch"
     elif audit:
         reason = "what an audit has found is not put back so far: leave audit out"
     if reason is not None:

@@ -218,8 +218,6 @@ class StandardUpdater(Updater):
         self.comm = Communicator() if comm is None else comm
         self.device = device_of_rank(device, self.comm)
         check_sharding(self.comm, models)
-        if self.comm.survives:
-            check_survival(models, virtual_ranks, self._overrides("update_core", "step"), balance, audit)
         if self.comm.size > 1 or virtual_ranks is not None:
             check_dense(models, optimizers)
         if virtual_ranks is not None:
@@ -270,6 +268,9 @@ class StandardUpdater(Updater):
     def _complete_scheme(self, communicates: bool) -> None:
         """Add what the settings need beside one micro-batch in one process: virtual ranks, means, watches, compilation."""
         scheme, comm = self._scheme, self.comm
+        if comm.survives:
+            has_own_steps = self._overrides("update_core", "step")
+            check_survival(scheme.models, self.virtual_ranks, has_own_steps, scheme.balance, scheme.audit)
         has_closures = any(map(needs_closure, scheme.optimizers.values()))
         if has_closures and scheme.precision.scaler and not scheme.has_own_core:
             raise ValueError(NO_FP16)
