@@ -12,6 +12,7 @@ import planted
 from chainring.cli import main
 from chainring.testing import replay
 
+pytestmark = pytest.mark.usefixtures("forked_scripts")
 SCRIPT = planted.__file__
 
 
