@@ -134,7 +134,7 @@ def test_a_run_of_another_library_is_continued_after_at_most_ten_changed_lines(s
 def built(tmp_path_factory):
     """The pages as `make docs` makes them, and whatever was said about them."""
     folder = tmp_path_factory.mktemp("docs")
-    done = forked.run(["-m", "sphinx", "-q", "-n", "--keep-going", DOCS, folder], timeout=300)
+    done = forked.run(["-m", "sphinx", "-q", "-n", "--keep-going", DOCS, folder])
     return folder, done.stdout + done.stderr
 
 

@@ -18,7 +18,7 @@ PAGES = sorted(
 def site(tmp_path_factory):
     """The pages as `make docs` makes them."""
     folder = tmp_path_factory.mktemp("docs")
-    forked.run(["-m", "sphinx", "-q", DOCS, folder], timeout=300)
+    forked.run(["-m", "sphinx", "-q", DOCS, folder])
     return folder.as_uri()
 
 

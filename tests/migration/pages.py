@@ -1,10 +1,13 @@
 """The scripts of a page of docs/migration/, to be run in processes of their own."""
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import forked
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -26,8 +29,11 @@ def run_script(folder, script, python=sys.executable, **environment):
     folder.mkdir()
     (folder / "script.py").write_text(script)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment}
-    done = subprocess.run(
-        [python, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    with contextlib.chdir(folder):
+        if python == sys.executable:
+            done = forked.run(["script.py"], env=environment)
+        else:
+            command = [python, "script.py"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return folder

@@ -37,7 +37,7 @@ def run(python, library, folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "EXCHANGE": str(folder.parent)}
     if library == "chainer":
         environment.pop("PYTHONPATH", None)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "results.json").read_text())
 
@@ -167,7 +167,7 @@ def scripts(tmp_path_factory):
 def run_script(python, text, folder):
     (folder / "script.py").write_text(text)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([python, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([python, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -155,7 +155,7 @@ def snapshots(tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment.pop("PYTHONPATH", None)
     for rule in OPTIMIZERS:
-        subprocess.run([CHAINER, program, rule, root / rule, "30"], env=environment, check=True, timeout=300)
+        subprocess.run([CHAINER, program, rule, root / rule, "30"], env=environment, check=True, timeout=600)
     return root
 
 
