@@ -36,6 +36,7 @@ class Reader:
     def __init__(self, chromium, out, viewport=WIDE, **options):
         self._context = chromium.new_context(viewport=viewport, **options)
         self.page = self._context.new_page()
+        self.page.set_default_timeout(240_000)  # milliseconds, of a busy machine
         self.asked, self.complaints = [], []
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("console", lambda message: self.complaints.append(message.text))

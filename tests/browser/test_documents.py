@@ -28,6 +28,7 @@ def test_no_page_scrolls_sideways(chromium, site, scheme, width):
     """Tables, code and pictures that are wider than the screen scroll by themselves, or shrink."""
     context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()
+    page.set_default_timeout(240_000)
     widths = {}
     for name in PAGES:
         page.goto(f"{site}/{name}")
@@ -39,6 +40,7 @@ def test_no_page_scrolls_sideways(chromium, site, scheme, width):
 def test_the_search_lists_pages_and_marks_the_word(chromium, site):
     """Without a server: the index is a script."""
     page = chromium.new_page()
+    page.set_default_timeout(240_000)
     page.goto(f"{site}/search.html?q=gradient+accumulation")
     page.wait_for_selector("#search-results li")
     assert "Gradient accumulation and clipping" in page.inner_text("#search-results")
@@ -48,6 +50,7 @@ def test_the_search_lists_pages_and_marks_the_word(chromium, site):
 def test_a_block_of_code_has_a_button_that_copies_it(chromium, site):
     """The first script of the documents; what is copied begins with its first line."""
     page = chromium.new_page()
+    page.set_default_timeout(240_000)
     page.goto(f"{site}/index.html")
     page.wait_for_selector("button.copybtn", state="attached")
     target = page.get_attribute("button.copybtn >> nth=0", "data-clipboard-target")
