@@ -1,11 +1,14 @@
 """create_communicator: the place of a process as the environment says it, and the exchange of two processes."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from exchanges import broadcast_one, count_groups, exchange, exchange_in_a_group
 from torch import nn
 
+import forked
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
 from chainring.parallel import create_communicator
@@ -170,11 +173,14 @@ def test_ddp_with_the_ids_of_a_device_trains_as_without():
     assert on_two_ranks(update_of_ddp, True) == on_two_ranks(update_of_ddp, False)
 
 
-def test_an_accelerator_for_which_pytorch_has_no_backend_is_refused(monkeypatch):
-    """A group of gloo alone would start, and fail in the first exchange."""
-    monkeypatch.setattr(dist.Backend, "default_device_backend_map", {"cpu": "gloo"})
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
-    for name, value in LAUNCHED.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"no backend of torch\.distributed exchanges tensors on 'meta'"):
-        create_communicator("meta")
+def test_an_accelerator_for_which_pytorch_has_no_backend_is_refused():
+    """A group of gloo alone would start, and fail in the first exchange. In a process of its own, which has that device."""
+    program = """
+import torch
+from chainring.parallel import create_communicator
+torch.distributed.Backend.default_device_backend_map = {"cpu": "gloo"}
+torch.accelerator.set_device_index = lambda device: None
+create_communicator("meta")
+"""
+    done = forked.run(["-c", program], env={**os.environ, **LAUNCHED})
+    assert "ValueError: no backend of torch.distributed exchanges tensors on 'meta'" in done.stderr
