@@ -18,7 +18,7 @@ from tqdm import tqdm
 from chainring._runs.finished import FinishedRun, start_in_force
 from chainring.serializers._store import CorruptError
 from chainring.serializers._values import StoredTensor, read_stored
-from chainring.training._ledger import Ledger, loss_value
+from chainring.training._ledger import MARK, Ledger, loss_value
 from chainring.training._settings import Settings
 from chainring.training._unsaved import as_tensor, bytes_of, checksum, describe, leaves
 
@@ -238,7 +238,8 @@ def first_recorded_difference(
     common = np.intersect1d(recorded.iterations, replayed.iterations)
     common = common[(common > after) & (common <= until)]
     first: Difference | None = None
-    for kind, name, _, differing in _recorded_rows(recorded, replayed, common, recorded.names):
+    names = [name for name in recorded.names if not name.startswith(MARK)]
+    for kind, name, _, differing in _recorded_rows(recorded, replayed, common, names):
         is_compared = kind != "generators" or with_generators
         if is_compared and len(differing) and (first is None or differing[0] < first.iteration):
             first = Difference(int(differing[0]), kind, name)

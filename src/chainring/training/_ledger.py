@@ -51,6 +51,8 @@ HEAD = MAGIC + struct.pack("<I", VERSION) + struct.pack("<I", zlib.crc32(MAGIC +
 """The first bytes of every ledger."""
 ROWS = 32
 """The most rows of a block; a block ends with the iteration that is a multiple of it."""
+MARK = "audit: "
+"""Begins the name of a loss that is none, but says what an audit has found; runs that are the same may differ in it."""
 LOSS_TYPES = ("", "float64", "float32", "float16", "bfloat16", "int64")
 
 _BLOCK = struct.Struct("<IIQII")

@@ -1,5 +1,6 @@
 """Audits of virtual ranks in one process: what does not repeat, and settings that are refused."""
 
+import re
 import warnings
 
 import pytest
@@ -8,9 +9,12 @@ from torch import nn
 
 from audits import COUNT, Net, OwnCore, iterator_of, train
 from chainring import report
+from chainring._runs.comparison import first_recorded_difference
+from chainring.cli import main
 from chainring.converters import concat_examples
 from chainring.iterators import SerialIterator
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, extensions
+from chainring.training._ledger import Ledger
 
 ITERATION = 4
 
@@ -43,6 +47,19 @@ def test_a_transient_fault_of_one_process_is_corrected_with_a_warning(tmp_path, 
     assert text.startswith("in iteration 5 rank 0 (")
     assert "virtual rank 4 wrong, first in the gradient of 'main." in text
     assert "a transient fault" in text
+
+
+def test_what_was_found_is_in_the_recorder_and_is_no_difference(tmp_path, capsys):
+    """The row of the iteration names all that the warning does; rows, tensors and a replay of them are the same."""
+    for name, faults in (("right", ()), ("wrong", [("gradient", 0, ITERATION, ITERATION)])):
+        train(None, tmp_path / name, *faults, audit=1)
+    right, wrong = (Ledger.read(tmp_path / name / "recorder.bin") for name in ("right", "wrong"))
+    (mark,) = set(wrong.names) - set(right.names)
+    assert re.fullmatch("audit: iteration 5, virtual rank 4, rank 0, host .+, device cpu, tensor main.last.weight", mark)
+    assert [iteration for iteration in range(1, 8) if mark in wrong.row(iteration).losses] == [5]
+    assert first_recorded_difference(wrong, right, 0, 7, with_generators=True) == (7, None)
+    assert main(["diff", str(tmp_path / "wrong"), str(tmp_path / "right")]) == 0
+    assert mark in capsys.readouterr().out
 
 
 def test_a_parameter_that_changes_in_memory_ends_the_run(tmp_path):

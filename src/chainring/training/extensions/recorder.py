@@ -19,7 +19,7 @@ from chainring._files import AppendOnly, make_folder, set_rows_aside
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training._digests import Batches, StateDigests
-from chainring.training._ledger import HEAD, LOSS_TYPES, ROWS, Bits, Block, Ledger
+from chainring.training._ledger import HEAD, LOSS_TYPES, MARK, ROWS, Bits, Block, Ledger
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
@@ -146,7 +146,9 @@ class Recorder(Extension):
             losses = [key for key in keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
             self._keys = keys, sorted(losses, key=lambda key: (key != "main/loss", key))  # the recorded ones first
         assert self._batches is not None
-        self._rows.append((self._batches.take(), {name: reported[name] for name in self._keys[1]}))
+        faults = (fault for fault in getattr(trainer.updater, "faults", ()) if fault["iteration"] == iteration)
+        marks = {MARK + ", ".join(f"{name} {value}" for name, value in fault.items()): 1 for fault in faults}
+        self._rows.append((self._batches.take(), {name: reported[name] for name in self._keys[1]} | marks))
         self._generators = 0 if iteration % ROWS else _random.digest_generators(self._not_drawn, trainer.updater)
 
     def __call__(self, trainer: Trainer) -> None:

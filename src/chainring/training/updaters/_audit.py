@@ -264,7 +264,7 @@ class Audit:
         """Say what was wrong, by a warning or the end."""
         tensor = self._name_difference(wrong.sums, right)
         update = f"iteration {self._ranks.scheme.updater.iteration + 1}"
-        text = f"in {update} {wrong} has computed virtual rank {number} wrong, first in the gradient of {tensor}"
+        text = f"in {update} {wrong} has computed virtual rank {number} wrong, first in the gradient of {tensor!r}"
         if again == 1:
             often = len(self.faults) > 1
             text += ", in one of three computations: " + (_NOT_REPEATED if often else "a transient fault of the device")
@@ -279,14 +279,15 @@ class Audit:
             warn(f"{text}. The gradient that others agree on is used. {_LATER}")
 
     def _add(self, wrong: _Computation, tensor: str, number: int | None) -> None:
-        fault = {"iteration": self._ranks.scheme.updater.iteration + 1, "virtual_rank": number, "tensor": tensor}
-        self.faults.append({**fault, "rank": wrong.rank, "host": wrong.host, "device": wrong.device})
+        where = {"rank": wrong.rank, "host": wrong.host, "device": wrong.device, "tensor": tensor}
+        of_part = {} if number is None else {"virtual rank": number}
+        self.faults.append({"iteration": self._ranks.scheme.updater.iteration + 1, **of_part, **where})
 
     def _end(self, number: int, computed: Sequence[_Computation], why: str) -> NoReturn:
         a, b = computed
         raise CorruptionError(
             f"in iteration {self._ranks.scheme.updater.iteration + 1} two computations of virtual rank {number} differ, "
-            f"that of {a} and that of {b}, first in the gradient of {self._name_difference(a.sums, b.sums)}, and {why}. "
+            f"that of {a} and that of {b}, first in the gradient of {self._name_difference(a.sums, b.sums)!r}, and {why}. "
             "Resume from the last snapshot, and without the device if it happens again"
         )
 
@@ -297,7 +298,7 @@ class Audit:
         """Return the name of the first parameter whose gradients differ."""
         names = {id(value): name for name, value in _list_parameters(self._ranks.scheme.models).items()}
         trained = [names[id(parameter)] for parameter in self._trained]
-        return next((repr(name) for name, *pair in zip(trained, sums, others, strict=False) if pair[0] != pair[1]), "?")
+        return next((name for name, *pair in zip(trained, sums, others, strict=False) if pair[0] != pair[1]), "?")
 
 
 def make_audit(

@@ -166,6 +166,8 @@ class StandardUpdater(Updater):
 
     Attributes:
         callbacks: the `UpdateCallbacks`, to which an extension may add its own.
+        faults: with ``audit``, what it has found in this run, each with its ``"iteration"``, ``"rank"``, ``"host"``,
+            ``"device"``, ``"tensor"`` and ``"virtual rank"``.
 
     Raises:
         TypeError: an iterator, an optimizer or a model has the wrong type.
@@ -580,6 +582,7 @@ class StandardUpdater(Updater):
 
     reported_weights = property(attrgetter("_scheme.reported_weights"))
     balance = property(attrgetter("_scheme.balance"))
+    faults = property(attrgetter("_scheme.audit.faults"))
 
     @property
     def audit(self) -> int:
