@@ -14,10 +14,11 @@ AT_ONCE = ("gradient", "activation", "batch")
 
 def faults_of(draw, size):
     """Flips in so many updates, one in each; what spoils a state is given two updates more to be found."""
-    faults, iteration = [], 2
+    faults, iteration, spoilt = [], 2, draw.randrange(size)  # one rank, since a state may spoil nothing for a while
     while len(faults) < FLIPS:
         kind = draw.choice([*AT_ONCE, *OF_STATE] if size > 2 else AT_ONCE)
         rank, number = draw.randrange(size), -1 if kind == "moment" else draw.randrange(COUNT)
+        rank = spoilt if kind in OF_STATE else rank
         index = draw.randrange(NUMBERS[kind])
         if kind == "batch" and index % 6 == 0:
             index += 1  # not the number of the row

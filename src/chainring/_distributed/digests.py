@@ -56,17 +56,31 @@ def salt(dtype: torch.dtype, shape: torch.Size) -> int:
     return stable_hash(str(dtype), *shape)
 
 
-def compare_sums(tensor: Tensor) -> Tensor:
-    """Return a sum over the elements of a whole tensor as `sum_whole` does, but by words of 64 bits, which is faster.
+def sums_to_compare(tensors: Sequence[Tensor | None], absent: int, device: torch.device) -> Tensor:
+    """Return sums over whole tensors on a device, faster ones: each is compared with that of another such tensor alone.
 
-    It is compared with that of another tensor of the same dtype and shape.
+    ``absent`` stands for the sum of one that is not there. No device is waited for.
     """
+    sums: list[Any] = [absent if tensor is None else _sum_words(tensor) for tensor in tensors]
+    if device.type == "cpu":
+        return torch.from_numpy(np.array([int(total) % _UINT64 for total in sums], np.uint64).view(np.int64))
+    return torch.stack([torch.as_tensor(total, dtype=torch.int64).to(device) for total in sums])
+
+
+def _sum_words(tensor: Tensor) -> Any:
+    """Return a sum over a tensor by words of 64 bits, if it has whole ones: a number, or a tensor on an accelerator."""
     if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() % 8:
         return sum_whole(tensor)
-    elements = tensor.detach().contiguous().view(-1)
+    elements = tensor.detach().reshape(-1)
     if elements.storage_offset() * elements.element_size() % 8:
         elements = elements.clone()
-    return _sum_run(elements.view(torch.int64), 0)
+    words = elements.view(torch.int64)
+    if not words.is_cpu:
+        return _sum_run(words, 0)
+    values, factors = words.numpy(), _factors(4 * _ROW, 0, words.device)
+    starts = range(0, len(values), len(factors))
+    chunks = [values[start : start + len(factors)] for start in starts]
+    return sum(int(np.einsum("i,i->", chunk, factors[: len(chunk)])) * (2 * i + 1) for i, chunk in enumerate(chunks))
 
 
 def sum_whole(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from chainring import _random
 from chainring._checks import is_integer
-from chainring._distributed.digests import compare_sums, mix, read_together
+from chainring._distributed.digests import mix, read_together, sums_to_compare
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Audits
 from chainring._messages import warn
@@ -102,7 +102,7 @@ class Audit:
         ranks, undo = self._ranks, list[Callable[[], Any]]()
         marks = [(source, source.mark()) for source in ranks.scheme.iterators.values() if hasattr(source, "mark")]
         generators, put_back = _random.take_generators(), remember(self._metrics) if self._metrics else lambda: None
-        self._before = [compare_sums(value) for value in ranks.parameters] if ranks.comm.size == 1 else []
+        self._before = self._sum(ranks.parameters) if ranks.comm.size == 1 else None
         token = taken_back.set(undo)
         try:
             return self._attempt(update, compute)
@@ -150,9 +150,7 @@ class Audit:
         if is_disputed and part.counts:
             return self._kept.pop(number)
         if number in self._auditors or is_disputed:
-            absent = torch.full((), _ABSENT, device=self._me.device)
-            sums = [absent if gradient is None else compare_sums(gradient).to(absent.device) for gradient in gradients]
-            self._sums[number, part.counts] = torch.stack(sums)
+            self._sums[number, part.counts] = self._sum(gradients)
         if is_disputed:
             self._kept[number] = gradients
         return gradients
@@ -189,9 +187,10 @@ class Audit:
             self._end(disputed[0], self._first[disputed[0]], why)
         if comm.size > 1:
             self.compare_states()
-        after = [compare_sums(value) for value in self._ranks.parameters] if comm.size == 1 else []
-        pairs = zip(_list_parameters(self._ranks.scheme.models), self._before, after, strict=False)
-        if changed := [name for name, *sums in pairs if sums[0] != sums[1]]:
+        if self._before is not None and (differs := self._before != self._sum(self._ranks.parameters)).any():
+            changed = [
+                name for name, each in zip(_list_parameters(self._ranks.scheme.models), differs, strict=False) if each
+            ]
             why = f"the memory of parameter {changed[0]!r} has changed while the update was computed"
             self._end(disputed[0], self._first[disputed[0]], why)
 
@@ -238,7 +237,7 @@ class Audit:
             CorruptionError: no majority of three ranks or more agrees, or the policy is to stop.
         """
         comm, named = self._ranks.comm, _list_state(self._ranks.scheme)
-        mine = replace(self._me, sums=_read([compare_sums(value) for value in named.values()]))
+        mine = replace(self._me, sums=_read(self._sum(list(named.values()))))
         of_ranks: list[_Computation] = comm.gather_object(mine)
         (right, votes), *rest = Counter(item.sums for item in of_ranks).most_common()
         if not rest:
@@ -292,7 +291,10 @@ class Audit:
         )
 
     def _computed(self, number: int, counts: bool) -> _Computation:
-        return replace(self._me, sums=_read(list(self._sums[number, counts])))
+        return replace(self._me, sums=_read(self._sums[number, counts]))
+
+    def _sum(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        return sums_to_compare(tensors, _ABSENT, torch.device(self._me.device))
 
     def _name_difference(self, sums: tuple[int, ...], others: tuple[int, ...]) -> str:
         """Return the name of the first parameter whose gradients differ."""
@@ -375,8 +377,8 @@ def _list_state(scheme: Any) -> dict[str, Tensor]:
     return named
 
 
-def _read(sums: list[Tensor]) -> tuple[int, ...]:
-    return tuple(int(value) for (value,) in read_together([total.reshape(1) for total in sums]))
+def _read(sums: Tensor) -> tuple[int, ...]:
+    return tuple(read_together([sums])[0].tolist())
 
 
 @lru_cache(64)
