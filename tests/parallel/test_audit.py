@@ -53,6 +53,12 @@ def test_of_three_ranks_the_wrong_one_is_named_and_its_gradient_replaced(tmp_pat
     assert (1 in named, len(named)) == (True, 2)  # the rank that has it, and its auditor
 
 
+def test_an_iterator_around_another_that_does_not_tell_it_of_audits_ends_the_run_before_a_step(tmp_path):
+    """The rank that audits takes other rows for those that it lacks."""
+    for of_rank in on_ranks(2, train_all, tmp_path, [of(audit=1, kind="around")]):
+        assert "in iteration 1 two computations of virtual rank 0 differ" in of_rank[0][2]
+
+
 def test_of_two_ranks_a_transient_fault_is_corrected(tmp_path):
     """Both computations of the second time, and one of the first, are the same."""
     runs = [of(), *(of(("gradient", rank, ITERATION, ITERATION), audit=1) for rank in (0, 1))]

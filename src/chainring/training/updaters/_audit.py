@@ -38,7 +38,7 @@ _LATER = "What it has computed since its last snapshot may be wrong as well, whe
 _NOT_REPEATED = (
     "a device computes wrong each time in another way, or a sound one runs a kernel that is not deterministic, which "
     "torch.use_deterministic_algorithms(True) names, or the loss depends on more than parameters, buffers, rows and the "
-    "global generators"
+    "global generators, or an iterator around another does not write inner.audits = self.audits before next(inner)"
 )
 
 
@@ -86,6 +86,8 @@ class Audit:
         """Prepare for a run."""
         device = next((parameter.device for parameter in ranks.parameters), torch.device("cpu"))
         self._ranks, self._me = proxy(ranks), _Computation(ranks.comm.rank, socket.gethostname(), str(device))
+        if ranks.comm.size > 1:
+            ranks.balance.tell(ranks.deal, ranks.scheme.iterators)
         self._metrics = list_metrics(ranks.scheme.models.values())
         self._batches = dict.fromkeys(ranks.scheme.iterators, ranks.scheme.updater.accumulate)  # of the last update
         self._first: dict[int, list[_Computation]] = {}  # by virtual rank in dispute, those before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,14 +127,22 @@ class Balance:
         if (deal := self._unchecked.get(name)) is None:
             return
         rows: list[Any] = self._comm.gather_object(count_examples(batch))
-        if (total := sum(rows)) >= deal.count:  # of fewer, two deals may give each rank equally many
+        shares: list[Any] = deal.blocks
+        if (audits := iterator.audits) is not None:  # some rows come twice
+            shares = [audits.share(deal, rank)[0] for rank in range(len(shares))]
+
+        def due_of(total: int) -> list[int]:
+            return [sum(len(range(v, total, deal.count)) for v in share) for share in shares]
+
+        total = bisect_left(range(sum(rows) + 1), sum(rows), key=lambda total: sum(due_of(total)))
+        if total >= deal.count:  # of fewer, two deals may give each rank equally many
             del self._unchecked[name]
-        if rows != (due := [sum(len(range(v, total, deal.count)) for v in block) for block in deal.blocks]):
+        if rows != (due := due_of(total)):
             raise RuntimeError(
-                f'with balance="speed" virtual ranks are dealt anew, and iterator {name!r} ({type(iterator).__name__}) has '
-                f"returned {rows} rows to the ranks, of which {due} are theirs now: keep whole batches, and let __next__ "
-                "return self.take_share(batch) of one; an iterator that returns what another one does writes "
-                "inner.deal = self.deal before next(inner)"
+                f'with balance="speed" or audit virtual ranks are dealt anew, and iterator {name!r} '
+                f"({type(iterator).__name__}) has returned {rows} rows to the ranks, of which {due} are theirs now: keep "
+                "whole batches, and let __next__ return self.take_share(batch) of one; an iterator around another "
+                "one writes inner.deal, inner.audits = self.deal, self.audits before next(inner)"
             )
 
 
