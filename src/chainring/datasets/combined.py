@@ -115,7 +115,7 @@ class ConcatenatedDataset(DatasetMixin):
         if not indexes_like(self, ConcatenatedDataset):
             return None
         gathers = [gather for dataset in self.datasets if (gather := make_gather(dataset)) is not None]
-        signatures = [_signature(gather(np.empty(0, np.int64))) for gather in gathers]
+        signatures = [signature_of(gather(np.empty(0, np.int64))) for gather in gathers]
         # Other examples are collated one by one, which promotes dtypes and names the shapes that differ.
         if len(gathers) < len(self.datasets) or any(item is None or item != signatures[0] for item in signatures):
             return None
@@ -133,7 +133,7 @@ class ConcatenatedDataset(DatasetMixin):
         return gather_columns
 
 
-def _signature(columns: Any) -> Any:
+def signature_of(columns: Any) -> Any:
     """Return what must be equal for columns to be joined; ``None`` if they hold anything but arrays."""
     leaves, structure = tree_flatten(columns)
     if not leaves or not all(isinstance(leaf, (np.ndarray, torch.Tensor)) for leaf in leaves):

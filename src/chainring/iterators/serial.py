@@ -80,7 +80,7 @@ class IndexedIterator(Iterator):
         self.repeat = repeat
         self.shuffle = shuffle is None or bool(shuffle)
         self.order_sampler = order_sampler
-        self._orders = _EpochOrders(self.dataset, self.shuffle, order_sampler, None if seed is None else int(seed))
+        self._orders = EpochOrders(self.dataset, self.shuffle, order_sampler, None if seed is None else int(seed))
         # What is to be told of each epoch is not gathered at once: a batch may cross the end of one.
         members = members_of(self.dataset)
         refuse_labels(members)
@@ -150,18 +150,22 @@ class IndexedIterator(Iterator):
             segments.append(orders.segment(epoch, position, stop))
             missing -= stop - position
             epoch, position = (epoch + 1, 0) if stop == orders.size else (epoch, stop)
+        return *self._share_of(segments), epoch, position
+
+    def _share_of(self, segments: list[Segment]) -> tuple[list[Segment], bool]:
+        """Return the segments of this rank of those of a batch, and whether it is empty, with one example of weight 0."""
         if self.size == 1 or not segments:
-            return segments, False, epoch, position
+            return segments, False
         share, offset = [], 0
         for key, indices in segments:
             share.append((key, indices[self.rows_of_share(len(indices), offset, ahead)]))
             offset += len(indices)
         if any(len(indices) for _, indices in share):
-            return share, False, epoch, position
+            return share, False
         key, indices = segments[0]
-        return [(key, indices[:1])], True, epoch, position
+        return [(key, indices[:1])], True
 
-    def _seeded_orders(self) -> _EpochOrders:
+    def _seeded_orders(self) -> EpochOrders:
         """Return the orders, with a seed that is derived when it is first used."""
         if self._orders.seed is None:
             self._orders.seed = stable_hash("order", self.base_seed(), self.name)
@@ -303,7 +307,7 @@ class SerialIterator(IndexedIterator):
         return Batch(examples)
 
 
-class _EpochOrders:
+class EpochOrders:
     """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last ones are kept."""
 
     def __init__(self, dataset: Dataset, shuffle: bool, sampler: OrderSampler | None, seed: int | None) -> None:

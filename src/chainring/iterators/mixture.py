@@ -1,0 +1,472 @@
+"""MixtureIterator: several datasets by weight, each with its exact share at every prefix of the stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from chainring._checks import is_number
+from chainring._random import Indices, preserve_host_rng, stable_hash
+from chainring.datasets._batches import COLUMNS, Batch
+from chainring.datasets._columns import Gather, make_gather
+from chainring.datasets.base import Dataset, require_datasets
+from chainring.datasets.combined import signature_of
+from chainring.iterators._order import Epochs, members_of, refuse_labels
+from chainring.iterators.base import counters_of, not_the_end
+from chainring.iterators.multiprocess import MultiprocessIterator
+from chainring.iterators.serial import EpochOrders, Segment, SerialIterator, require_integer
+from chainring.reporting.reporter import current_observation, report
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
+
+Weights = Mapping[str, float]
+
+_LONGEST_PERIOD = 1 << 16  # examples after which the sequence of sources repeats, if it is kept whole
+_FIRST_BLOCK, _BLOCK = 1 << 8, 1 << 13  # examples that are computed at once
+
+
+class Shares:
+    """The sequence of sources in which each has its share of every prefix, within one example.
+
+    It is the solution of the chairman assignment problem by R. Tijdeman (Discrete Mathematics 32, 1980): of the sources that
+    are far enough behind, the one whose example is due first, and of several the first. Then no source of k is ever more
+    than 1 - 1 / (2k - 2) examples before or behind its share. All numbers are integers, so that it is exact at any position.
+    """
+
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def of(weights: tuple[Fraction, ...]) -> Shares:
+        return Shares(weights)
+
+    def __init__(self, weights: Sequence[Fraction]) -> None:
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        counts = [int(weight * scale) for weight in weights]
+        divisor = math.gcd(*counts)
+        self.per_period = [count // divisor for count in counts]
+        self.period = sum(self.per_period)
+
+    def sources(self, counts: Sequence[int], length: int) -> Indices:
+        """Return the numbers of the sources of the next examples, after each has given so many."""
+        if self.period > _LONGEST_PERIOD:
+            return np.fromiter(self._generate(counts), np.int64, length)
+        return np.resize(np.roll(self._pattern, -(sum(counts) % self.period)), length)
+
+    @cached_property
+    def _pattern(self) -> Indices:
+        return np.fromiter(self._generate([0] * len(self.per_period)), np.int64, self.period)
+
+    def _generate(self, counts: Sequence[int]) -> Iterator[int]:
+        # An example of source i, of which n were given before, may come from position `release` on, and is due at `due`.
+        period, margin = self.period, max(2 * sum(map(bool, self.per_period)) - 2, 1)
+        given, position = list(counts), sum(counts)
+        waiting: list[tuple[int, int]] = []
+        ready: list[tuple[int, int]] = []
+
+        def release(source: int) -> None:
+            scaled = self.per_period[source] * margin
+            heappush(waiting, (-(-period * (1 + given[source] * margin) // scaled), source))
+
+        for source, share in enumerate(self.per_period):
+            if share:
+                release(source)
+        while True:
+            position += 1
+            while waiting and waiting[0][0] <= position:
+                _, source = heappop(waiting)
+                due = period * (margin - 1 + given[source] * margin) // (self.per_period[source] * margin)
+                heappush(ready, (due, source))
+            _, source = heappop(ready)
+            given[source] += 1
+            release(source)
+            yield source
+
+
+class Sources:
+    """The datasets of a mixture as one, whose index ``n * number_of_sources + i`` is the n-th example of source i.
+
+    Each source goes through its orders, pass after pass, as a `SerialIterator` does.
+    """
+
+    def __init__(self, names: Sequence[str], datasets: Sequence[Any], shuffle: bool) -> None:
+        self.names, self.inner = list(names), list(datasets)
+        self.orders = [EpochOrders(dataset, shuffle, None, None) for dataset in datasets]
+        self.sizes = [orders.size for orders in self.orders]
+        self._epochs = [Epochs(members_of(dataset)) for dataset in datasets]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __getitem__(self, number: int) -> Any:
+        source, (index,) = number % len(self.inner), self.indices_of(number % len(self.inner), np.array([number]))
+        if self._epochs[source].members:
+            self._epochs[source].tell(number // len(self.inner) // self.sizes[source])
+        return self.inner[source][int(index)]
+
+    def seed_with(self, seed: int | None, switches: Sequence[int] = ()) -> None:
+        """Set the seed of the orders; with ``switches``, of each source from the pass of this number on."""
+        for source, orders in enumerate(self.orders):
+            orders.begin(seed, (orders.seed, switches[source]) if switches else (seed, 0), 0)
+
+    def indices_of(self, source: int, numbers: Indices) -> Indices:
+        """Return the indices, in its dataset, of examples of one source, in the order in which it gives them."""
+        given, size, orders = numbers // len(self.inner), self.sizes[source], self.orders[source]
+        first, last = int(given[0]), int(given[-1])
+        segments = []
+        for epoch in range(first // size, last // size + 1):
+            start, stop = max(first - epoch * size, 0), min(last + 1 - epoch * size, size)
+            segments.append(orders.segment(epoch, start, stop)[1])
+        indices = segments[0] if len(segments) == 1 else np.concatenate(segments)
+        return indices if len(indices) == len(given) else indices[given - first]
+
+    def locate(self, numbers: Indices) -> list[tuple[str, int]]:
+        """Return the source of each example, and its index there."""
+        located = [("", 0)] * len(numbers)
+        for source, name in enumerate(self.names):
+            rows = np.flatnonzero(numbers % len(self.inner) == source)
+            if len(rows):
+                for row, index in zip(rows.tolist(), self.indices_of(source, numbers[rows]).tolist(), strict=True):
+                    located[row] = name, index
+        return located
+
+    def column_gather(self) -> Gather | None:
+        """Return a function from numbers to columns, if all datasets hold whole arrays of the same shapes and dtypes."""
+        gathers = [gather for dataset in self.inner if (gather := make_gather(dataset)) is not None]
+        signatures = [signature_of(gather(np.empty(0, np.int64))) for gather in gathers]
+        has_epochs = any(epochs.members for epochs in self._epochs)
+        if len(gathers) < len(self.inner) or has_epochs or any(item is None or item != signatures[0] for item in signatures):
+            return None
+
+        def gather_columns(numbers: Indices) -> Any:
+            owners, chunks, rows = numbers % len(gathers), [], []
+            for source, gather in enumerate(gathers):
+                here = np.flatnonzero(owners == source)
+                if len(here):
+                    rows.append(here)
+                    chunks.append(gather(self.indices_of(source, numbers[here])))
+            if len(chunks) == 1:
+                return chunks[0]
+            back = np.empty_like(numbers)
+            back[np.concatenate(rows)] = np.arange(len(numbers))
+            return tree_map(lambda *arrays: _join(arrays, back), *chunks)
+
+        return gather_columns
+
+
+def _join(arrays: Sequence[Any], rows: Indices) -> Any:
+    if isinstance(arrays[0], torch.Tensor):
+        return torch.cat(list(arrays)).index_select(0, torch.from_numpy(rows).to(arrays[0].device))
+    return np.concatenate(arrays).take(rows, 0)
+
+
+class Anchor(NamedTuple):
+    """A position in the stream, and all that decides how it goes on."""
+
+    position: int
+    given: tuple[int, ...]  # how many examples each source has given before
+    changed_at: tuple[int, ...]  # how many it had given at the last change of the weights
+    weights: tuple[Fraction, ...]  # those of what has ended are 0; all are when the stream has
+
+
+Place = tuple[Anchor, int]
+"""An anchor, and a number of examples after it, fewer than are computed at once."""
+
+
+class MixtureIterator(MultiprocessIterator):
+    """Returns batches of several datasets, mixed by weight; each has its exact share of every prefix.
+
+    Of the examples since the last change of the weights, each source has given its share within one example: 30 or 31 of
+    the first 100 at a weight of 0.3. Inside a source the order is that of `SerialIterator`, each example once a pass, and a
+    small source is in its tenth pass while a large one is in its first. Nothing is drawn at random but these orders, so the
+    state is a count for each source. A change of the weights loses and repeats nothing, whether the function makes it or a
+    script that is resumed with others.
+
+    An epoch is as many examples as all sources have together; ``passes`` counts those of each. With a reporter,
+    ``mixture/NAME`` is the share of a source in the batch, of which a log has the mean since its last row.
+
+    Example::
+
+        texts = {"web": web, "code": code}
+        MixtureIterator(texts, 32, weights={"web": 0.7, "code": 0.3})
+        MixtureIterator(texts, 32, weights=lambda n: {"web": 0.7, "code": 0.3} if n < 1_000_000 else {"web": 0.5, "code": 0.5})
+
+    Args:
+        datasets: a dataset for each name, as for `SerialIterator`.
+        batch_size: examples in a batch, over all ranks.
+        weights: for each name a number of at least 0; only their ratios count. Or a function of the number of examples so
+            far that returns them, asked before each batch, which must depend on nothing else.
+        repeat: True to go on for ever. Otherwise the iterator ends with the first source that has given all its examples.
+        shuffle: True if each pass of a source has its own order, False for that of the indices.
+        seed: of these orders; see `SerialIterator`.
+        drop_finished: with ``repeat=False``, True to go on without a source that has ended, in the ratios of the others,
+            until all have.
+        n_processes: the number of workers that load examples; with 0 this process does. See `MultiprocessIterator`.
+
+    Raises:
+        TypeError: ``datasets`` or ``weights`` is no mapping, or one of them has the wrong type.
+        ValueError: the weights are not of the same names, below 0, not finite or all 0; a source with a weight is empty; or
+            ``drop_finished`` is given with ``repeat``.
+    """
+
+    serves_virtual_ranks = True
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Dataset],
+        batch_size: int,
+        *,
+        weights: Weights | Callable[[int], Weights],
+        repeat: bool = True,
+        shuffle: bool = True,
+        seed: int | None = None,
+        drop_finished: bool = False,
+        n_processes: int = 0,
+    ) -> None:
+        if not isinstance(datasets, Mapping):
+            raise TypeError(f'datasets is a mapping, such as {{"web": web, "code": code}}; got {type(datasets).__name__}')
+        inner = require_datasets("a MixtureIterator", *datasets.values())
+        refuse_labels(member for dataset in inner for member in members_of(dataset))
+        if drop_finished and repeat:
+            raise ValueError("no source ever ends with repeat=True; drop_finished=True is for repeat=False")
+        workers = require_integer("n_processes", n_processes, 0)
+        sources = Sources([str(name) for name in datasets], inner, bool(shuffle))
+        super().__init__(sources, batch_size, repeat, shuffle, max(workers, 1), seed=seed)  # type: ignore[arg-type]
+        self.n_processes, self.sources, self.drop_finished = workers, sources, bool(drop_finished)
+        self._function = weights if callable(weights) else None
+        self._given = None if callable(weights) else self._ratios(weights)
+        self._blocks: dict[Anchor, tuple[Indices, Anchor]] = {}
+        nothing = (0,) * len(inner)
+        self._start = Anchor(0, nothing, nothing, self._given or self._ratios(self._ask(0)))
+        self._at: Place = self._start, 0
+        sources.seed_with(seed)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights that hold now, of all together 1."""
+        weights = self._at[0].weights
+        return {name: float(weight / sum(weights)) for name, weight in zip(self.sources.names, weights, strict=True)}
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """How many passes of each source are completed."""
+        given = self._anchor().given
+        return {
+            name: count // max(size, 1)
+            for name, count, size in zip(self.sources.names, given, self.sources.sizes, strict=True)
+        }
+
+    @property
+    def seed(self) -> int:
+        """The seed of the orders. ``None`` at construction becomes one derived from ``torch.initial_seed()``."""
+        if (seed := self.sources.orders[0].seed) is None:
+            seed = stable_hash("order", self.base_seed(), self.name)
+            self.sources.seed_with(seed)
+        return seed
+
+    @property
+    def progress(self) -> tuple[int, int, int | None]:
+        return self.epoch, self.current_position, len(self.sources)
+
+    def __next__(self) -> Batch:
+        _ = self.seed
+        segments, at = self._next_segments(self._at)
+        if not segments:
+            raise StopIteration
+        share, is_empty = self._share_of(segments)
+        try:
+            if self._gather is None:
+                batch = self._fetch_examples(share)
+            else:
+                batch = Batch(columns=self._gather(share[0][1]), length=len(share[0][1]), layout=COLUMNS)
+        except StopIteration as error:
+            raise not_the_end(f"a dataset of iterator {self.name!r}") from error
+        if is_empty:
+            batch.weight = 0
+        self._go_to(at)
+        if current_observation() is not None:
+            sources, numbers = self.sources.names, segments[0][1]
+            shares = np.bincount(numbers % len(sources), minlength=len(sources)) / len(numbers)
+            report({f"mixture/{name}": float(share) for name, share in zip(sources, shares, strict=True)})
+        return batch
+
+    def _fetch_examples(self, segments: list[Segment]) -> Batch:
+        return (MultiprocessIterator if self.n_processes else SerialIterator)._fetch_examples(self, segments)  # type: ignore
+
+    def iterate_segments(self) -> Generator[list[Segment]]:
+        """Yield the segments of each batch from here on, and advance without fetching them."""
+        while True:
+            segments, at = self._next_segments(self._at)
+            if not segments:
+                return
+            self._go_to(at)
+            yield self._share_of(segments)[0]
+
+    def _next_segments(self, at: Place, length: int | None = None) -> tuple[list[Segment], Place]:
+        """Return the examples of the batch of all ranks after a place, none at the end, and the place after them."""
+        anchor, offset = at
+        if self._function is not None:
+            anchor, offset = self._anchor(at), 0
+            anchor = _changed(anchor, self._ratios(self._ask(anchor.position)))
+        pieces, missing = [], self.batch_size if length is None else length
+        while missing and any(anchor.weights):
+            numbers, following = self._block_after(anchor)
+            pieces.append(numbers[offset : offset + missing])
+            missing -= len(pieces[-1])
+            offset += len(pieces[-1])
+            if offset == len(numbers):
+                anchor, offset = following, 0
+        numbers = np.concatenate(pieces) if len(pieces) > 1 else pieces[0] if pieces else np.empty(0, np.int64)
+        return ([((self.seed, 0), numbers)] if len(numbers) else []), (anchor, offset)
+
+    def _block_after(self, anchor: Anchor) -> tuple[Indices, Anchor]:
+        """Return the next examples after an anchor, as numbers of `Sources`, and the anchor after them."""
+        if (block := self._blocks.get(anchor)) is not None:
+            return block
+        longest = self.batch_size if self._function is not None else _BLOCK if self._blocks else _FIRST_BLOCK
+        since = [count - before for count, before in zip(anchor.given, anchor.changed_at, strict=True)]
+        owners, count = Shares.of(anchor.weights).sources(since, longest), len(since)
+        rows_of = [np.flatnonzero(owners == source) for source in range(count)]
+        length, weights = longest, anchor.weights
+        if not self.repeat:  # up to the first example that is not there
+            left = [size - given for size, given in zip(self.sources.sizes, anchor.given, strict=True)]
+            length = min([length, *(int(rows[n]) for rows, n in zip(rows_of, left, strict=True) if len(rows) > n)])
+        numbers, given = np.empty(longest, np.int64), []
+        for source, rows in enumerate(rows_of):
+            numbers[rows] = (anchor.given[source] + np.arange(len(rows))) * count + source
+            given.append(anchor.given[source] + int(np.searchsorted(rows, length)))
+        following = Anchor(anchor.position + length, tuple(given), anchor.changed_at, weights)
+        if length < longest:
+            ended = [n == size for n, size in zip(given, self.sources.sizes, strict=True)]
+            nothing = Fraction(0)
+            weights = tuple(
+                nothing if has_ended or not self.drop_finished else weight
+                for has_ended, weight in zip(ended, weights, strict=True)
+            )
+            following = _changed(following, weights)
+        self._blocks = {**dict([*self._blocks.items()][-1:]), anchor: (numbers[:length], following)}
+        return self._blocks[anchor]
+
+    def _anchor(self, at: Place | None = None) -> Anchor:
+        """Return an anchor at a place, by default at this one."""
+        anchor, offset = self._at if at is None else at
+        if not offset:
+            return anchor
+        count = len(anchor.given)
+        more = np.bincount(self._block_after(anchor)[0][:offset] % count, minlength=count).tolist()
+        given = tuple(before + n for before, n in zip(anchor.given, more, strict=True))
+        return anchor._replace(position=anchor.position + offset, given=given)
+
+    def _ask(self, position: int) -> Weights:
+        assert self._function is not None
+        with preserve_host_rng():
+            return self._function(position)
+
+    def _ratios(self, weights: Any) -> tuple[Fraction, ...]:
+        """Return weights in the order of the sources; decimal numbers are what they are written as."""
+        names = self.sources.names
+        if not isinstance(weights, Mapping):
+            got = type(weights).__name__
+            raise TypeError(
+                f'weights is a mapping of a number for each name, such as {{"web": 0.7, "code": 0.3}}; got {got}'
+            )
+        if sorted(map(str, weights)) != sorted(names):
+            raise ValueError(f"weights have the names of the datasets, {names}; got {list(weights)}")
+        for name, weight in weights.items():
+            if not is_number(weight) or not 0 <= weight < math.inf:
+                raise ValueError(f"a weight is a finite number of at least 0; that of {name!r} is {weight!r}")
+            if weight and self.repeat and not self.sources.sizes[names.index(name)]:
+                raise ValueError(f"source {name!r} has no examples, and a weight of {weight!r}; give it 0, or leave it out")
+        ratios = tuple(Fraction(str(float(weights[name]))) for name in names)
+        if not any(ratios):
+            raise ValueError(f"at least one weight is above 0, got {dict(weights)}")
+        return tuple(ratio / sum(ratios) for ratio in ratios)
+
+    def _go_to(self, at: Place) -> None:
+        position, size = at[0].position + at[1], max(len(self.sources), 1)
+        epoch, self.current_position = divmod(position - self._start.position, size)
+        self._at = at
+        self._count_batch(epoch, epoch + self.current_position / size)
+
+    def reset(self) -> None:
+        given = tuple(
+            -(-count // max(size, 1)) * size for count, size in zip(self._anchor().given, self.sources.sizes, strict=True)
+        )
+        self._start = Anchor(0, given, given, self._anchor().weights)
+        self.rewind()
+
+    def rewind(self) -> None:
+        self._at, self.current_position = (self._start, 0), 0
+        self._restore_counters()
+
+    def mark(self) -> Any:
+        return counters_of(self), self.current_position, self._at
+
+    def return_to(self, mark: Any) -> None:
+        counters, self.current_position, self._at = mark
+        self._restore_counters(counters)
+
+    def batch_end(self) -> Any:
+        return self._at
+
+    def indices_since(self, start: Any, stop: Any = None) -> Indices | None:
+        """Return the numbers of the examples between two values of `batch_end`, as `Sources` counts them."""
+        stop = self._at if stop is None else stop
+        end, numbers = stop[0].position + stop[1], [np.empty(0, np.int64)]
+        while (left := end - start[0].position - start[1]) > 0:
+            segments, start = self._next_segments(start, min(left, self.batch_size))
+            if not segments:
+                return None
+            numbers.append(segments[0][1])
+        return np.concatenate(numbers) if left == 0 else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_blocks": {}}
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        saving = isinstance(serializer, Serializer)
+        sizes = dict(zip(self.sources.names, self.sources.sizes, strict=True))
+        if (saved := dict(serializer("sizes", sizes))) != sizes:
+            raise ValueError(
+                f"the sources of iterator {self.name!r} have {sizes} examples, and those of the saved run had {saved}. A "
+                "position in one means nothing in the other: resume with the same datasets, give one that is not wanted any "
+                "more the weight 0, or start a new run"
+            )
+        visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
+        given_seed, seed = self.sources.orders[0].seed, serializer("seed", self.seed if saving else None)
+        anchor, start = self._anchor(), self._start
+        position = serializer("position", anchor.position)
+        given, changed_at, began = (
+            tuple(serializer(key, list(counts)))
+            for key, counts in (("given", anchor.given), ("changed_at", anchor.changed_at), ("start", start.given))
+        )
+        texts = serializer("weights", list(map(str, anchor.weights)))
+        of_script = serializer("given_weights", None if self._given is None else list(map(str, self._given)))
+        self._serialize_counters(serializer)
+        if saving:
+            return
+        weights = tuple(map(Fraction, texts))
+        self._start = Anchor(0, began, began, weights)
+        anchor = Anchor(position, given, changed_at, weights)
+        if self._given is not None and of_script is not None and tuple(map(Fraction, of_script)) != self._given:
+            old, new = ([round(float(weight), 6) for weight in values] for values in (weights, self._given))
+            holds = "nothing is lost or repeated; the next shares are counted from here"
+            announce_change(f"weights of iterator {self.name!r}", old, new, holds)
+            anchor = _changed(anchor, self._given)
+        self._at, self._blocks = (anchor, 0), {}
+        self.current_position = position % max(len(self.sources), 1)
+        self.sources.seed_with(seed)
+        if given_seed is not None and given_seed != seed:
+            self.sources.seed_with(given_seed, [-(-count // max(size, 1)) for count, size in zip(given, sizes.values())])
+            holds = "each source ends its pass in the order that it has, and the next has that of the new seed"
+            announce_change(f"seed of iterator {self.name!r}", seed, given_seed, holds)
+
+
+def _changed(anchor: Anchor, weights: tuple[Fraction, ...]) -> Anchor:
+    """Return an anchor at the same position from which other weights hold, and shares are counted anew."""
+    return anchor if weights == anchor.weights else anchor._replace(changed_at=anchor.given, weights=weights)
