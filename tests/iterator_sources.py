@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from chainring.datasets import TransformDataset, TupleDataset
-from chainring.iterators import FunctionIterator, LoaderIterator, MultiprocessIterator, SerialIterator
+from chainring.iterators import FunctionIterator, LoaderIterator, MixtureIterator, MultiprocessIterator, SerialIterator
 
 SIZE, BATCH = 10, 4
 
@@ -121,13 +121,37 @@ LOADER = {
     "a loader with state_dict": lambda size=SIZE: LoaderIterator(Counting()),
     "a loader with state_dict and no length": lambda size=SIZE: LoaderIterator(Streaming()),
 }
+
+
+def mixed(source, weights=None, **settings):
+    """A mixture in which the sizes of the sources are 4 and the rest."""
+
+    def make(size=SIZE):
+        sources = {"small": source(4), "large": source(size - 4)}
+        return MixtureIterator(sources, BATCH, weights=weights or {"small": 3, "large": 2}, **settings)
+
+    return make
+
+
+def ramp(count):
+    return {"small": 1 + count / 7, "large": 2}
+
+
+MIXTURE = {
+    "a mixture of arrays": mixed(arrays),
+    "a mixture in order": mixed(arrays, shuffle=False),
+    "a mixture of a user's datasets": mixed(Drawn),
+    "a mixture whose weights change": mixed(Drawn, ramp),
+    "a mixture in two workers": mixed(Drawn, ramp, n_processes=2),
+}
 FUNCTION = {"a function of the index": lambda size=SIZE: FunctionIterator(drawing_batch, 3)}
 ONCE = {
     "a user's dataset once": lambda size=SIZE: SerialIterator(Drawn(size), BATCH, repeat=False),
     "a worker once": lambda size=SIZE: MultiprocessIterator(Drawn(size), BATCH, repeat=False, n_processes=1),
     "DataLoader once": lambda size=SIZE: LoaderIterator(loader(size), repeat=False),
+    "a mixture once": mixed(Drawn, repeat=False, drop_finished=True),
 }
-ALL = SERIAL | WORKERS | LOADER | FUNCTION
+ALL = SERIAL | WORKERS | LOADER | MIXTURE | FUNCTION
 KINDS = [
     "arrays",
     "a user's dataset",
@@ -136,6 +160,9 @@ KINDS = [
     "DataLoader",
     "a function",
     "a loader with state_dict and no length",
+    "a mixture whose weights change",
+    "a mixture in two workers",
+    "a mixture once",
     "a function of the index",
     "a user's dataset once",
     "DataLoader once",

@@ -194,7 +194,7 @@ class MixtureIterator(MultiprocessIterator):
 
         texts = {"web": web, "code": code}
         MixtureIterator(texts, 32, weights={"web": 0.7, "code": 0.3})
-        MixtureIterator(texts, 32, weights=lambda n: {"web": 0.7, "code": 0.3} if n < 1_000_000 else {"web": 0.5, "code": 0.5})
+        MixtureIterator(texts, 32, weights=lambda count: {"web": 0.7, "code": 0.3 if count < 1_000_000 else 0.5})
 
     Args:
         datasets: a dataset for each name, as for `SerialIterator`.
@@ -241,9 +241,8 @@ class MixtureIterator(MultiprocessIterator):
         self._function = weights if callable(weights) else None
         self._given = None if callable(weights) else self._ratios(weights)
         self._blocks: dict[Anchor, tuple[Indices, Anchor]] = {}
-        nothing = (0,) * len(inner)
-        self._start = Anchor(0, nothing, nothing, self._given or self._ratios(self._ask(0)))
-        self._at: Place = self._start, 0
+        self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
+        self._at: Place = self._begin(), 0
         sources.seed_with(seed)
 
     @property
@@ -334,7 +333,7 @@ class MixtureIterator(MultiprocessIterator):
         rows_of = [np.flatnonzero(owners == source) for source in range(count)]
         length, weights = longest, anchor.weights
         if not self.repeat:  # up to the first example that is not there
-            left = [size - given for size, given in zip(self.sources.sizes, anchor.given, strict=True)]
+            left = [end - given for end, given in zip(self._ends(), anchor.given, strict=True)]
             length = min([length, *(int(rows[n]) for rows, n in zip(rows_of, left, strict=True) if len(rows) > n)])
         numbers, given = np.empty(longest, np.int64), []
         for source, rows in enumerate(rows_of):
@@ -342,7 +341,7 @@ class MixtureIterator(MultiprocessIterator):
             given.append(anchor.given[source] + int(np.searchsorted(rows, length)))
         following = Anchor(anchor.position + length, tuple(given), anchor.changed_at, weights)
         if length < longest:
-            ended = [n == size for n, size in zip(given, self.sources.sizes, strict=True)]
+            ended = [count == end for count, end in zip(given, self._ends(), strict=True)]
             nothing = Fraction(0)
             weights = tuple(
                 nothing if has_ended or not self.drop_finished else weight
@@ -351,6 +350,15 @@ class MixtureIterator(MultiprocessIterator):
             following = _changed(following, weights)
         self._blocks = {**dict([*self._blocks.items()][-1:]), anchor: (numbers[:length], following)}
         return self._blocks[anchor]
+
+    def _begin(self) -> Anchor:
+        """Return where the stream begins."""
+        weights = self._ratios(self._ask(0)) if self._given is None else self._given
+        return Anchor(0, self._start, self._start, weights)
+
+    def _ends(self) -> list[int]:
+        """Return how many examples each source has given at the end of a stream without repeats."""
+        return [before + size for before, size in zip(self._start, self.sources.sizes, strict=True)]
 
     def _anchor(self, at: Place | None = None) -> Anchor:
         """Return an anchor at a place, by default at this one."""
@@ -389,19 +397,18 @@ class MixtureIterator(MultiprocessIterator):
 
     def _go_to(self, at: Place) -> None:
         position, size = at[0].position + at[1], max(len(self.sources), 1)
-        epoch, self.current_position = divmod(position - self._start.position, size)
+        epoch, self.current_position = divmod(position, size)
         self._at = at
         self._count_batch(epoch, epoch + self.current_position / size)
 
     def reset(self) -> None:
-        given = tuple(
-            -(-count // max(size, 1)) * size for count, size in zip(self._anchor().given, self.sources.sizes, strict=True)
-        )
-        self._start = Anchor(0, given, given, self._anchor().weights)
+        sizes = self.sources.sizes
+        given = zip(self._anchor().given, sizes, strict=True)
+        self._start = tuple(-(-count // max(size, 1)) * size for count, size in given)
         self.rewind()
 
     def rewind(self) -> None:
-        self._at, self.current_position = (self._start, 0), 0
+        self._at, self.current_position, self._blocks = (self._begin(), 0), 0, {}
         self._restore_counters()
 
     def mark(self) -> Any:
@@ -439,11 +446,11 @@ class MixtureIterator(MultiprocessIterator):
             )
         visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
         given_seed, seed = self.sources.orders[0].seed, serializer("seed", self.seed if saving else None)
-        anchor, start = self._anchor(), self._start
+        anchor = self._anchor()
         position = serializer("position", anchor.position)
         given, changed_at, began = (
             tuple(serializer(key, list(counts)))
-            for key, counts in (("given", anchor.given), ("changed_at", anchor.changed_at), ("start", start.given))
+            for key, counts in (("given", anchor.given), ("changed_at", anchor.changed_at), ("start", self._start))
         )
         texts = serializer("weights", list(map(str, anchor.weights)))
         of_script = serializer("given_weights", None if self._given is None else list(map(str, self._given)))
@@ -451,7 +458,7 @@ class MixtureIterator(MultiprocessIterator):
         if saving:
             return
         weights = tuple(map(Fraction, texts))
-        self._start = Anchor(0, began, began, weights)
+        self._start = began
         anchor = Anchor(position, given, changed_at, weights)
         if self._given is not None and of_script is not None and tuple(map(Fraction, of_script)) != self._given:
             old, new = ([round(float(weight), 6) for weight in values] for values in (weights, self._given))
@@ -462,7 +469,8 @@ class MixtureIterator(MultiprocessIterator):
         self.current_position = position % max(len(self.sources), 1)
         self.sources.seed_with(seed)
         if given_seed is not None and given_seed != seed:
-            self.sources.seed_with(given_seed, [-(-count // max(size, 1)) for count, size in zip(given, sizes.values())])
+            passes = [-(-count // max(size, 1)) for count, size in zip(given, self.sources.sizes, strict=True)]
+            self.sources.seed_with(given_seed, passes)
             holds = "each source ends its pass in the order that it has, and the next has that of the new seed"
             announce_change(f"seed of iterator {self.name!r}", seed, given_seed, holds)
 

@@ -1,0 +1,235 @@
+"""MixtureIterator mixes datasets by weight: exact shares at every prefix, each example once a pass, through any resume."""
+
+import random
+import time
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from chainring import Reporter
+from chainring.converters import concat_examples
+from chainring.datasets import TransformDataset, TupleDataset
+from chainring.iterators import MixtureIterator, SerialIterator
+
+STEP = 1_000_000  # between the values of two sources
+
+
+def sources(sizes):
+    return {f"s{k}": np.arange(size) + k * STEP for k, size in enumerate(sizes)}
+
+
+def taken(iterator, count):
+    """The values of so many batches, or of all that there are."""
+    batches = [concat_examples(batch) for _, batch in zip(range(count), iterator, strict=False)]
+    return np.concatenate([batch.numpy() if hasattr(batch, "numpy") else batch for batch in batches])
+
+
+def deviation(values, weights):
+    """How far the count of any source is from its share, at the prefix where that is most."""
+    names = list(weights)
+    counts = np.cumsum(values[:, None] // STEP == np.arange(len(names)), axis=0)
+    shares = np.array([float(weights[name]) for name in names]) / sum(map(float, weights.values()))
+    return np.abs(counts - np.arange(1, len(values) + 1)[:, None] * shares).max()
+
+
+def random_weights(drawn, count):
+    kinds = [lambda: drawn.random(), lambda: drawn.random() ** 8, lambda: drawn.randint(0, 9), lambda: 0.01]
+    weights = {f"s{k}": drawn.choice(kinds)() for k in range(count)}
+    return weights if any(weights.values()) else {**weights, "s0": 1}
+
+
+def test_every_prefix_has_the_shares_within_one_example():
+    """Of 100 random weight vectors over 1 to 60 sources, also of one large and many equal ones; a weight of 0 has none."""
+    drawn = random.Random(0)
+    for trial in range(100):
+        count = drawn.choice([1, 2, 3, 5, 8, 60])
+        weights = random_weights(drawn, count)
+        if trial % 20 == 0:
+            weights = {"s0": 0.5} | {f"s{k}": 0.01 for k in range(1, 51)}
+        iterator = MixtureIterator(sources([7] * len(weights)), 50, weights=weights, seed=trial)
+        values = taken(iterator, 20)
+        assert deviation(values, weights) <= 1
+        assert {f"s{k}" for k in np.unique(values // STEP)} <= {name for name, weight in weights.items() if weight}
+
+
+def test_shares_are_counted_from_the_last_change_of_the_weights():
+    """50 sequences of changes, which a function makes between two batches."""
+    drawn = random.Random(1)
+    for trial in range(50):
+        count = drawn.choice([2, 3, 6])
+        changes = sorted({0, *(10 * drawn.randrange(1, 60) for _ in range(drawn.randrange(5)))})
+        sequence = {at: random_weights(drawn, count) for at in changes}
+        iterator = MixtureIterator(
+            sources([9] * count), 10, seed=trial,
+            weights=lambda so_far, sequence=sequence: sequence[max(at for at in sequence if at <= so_far)],
+        )  # fmt: skip
+        values = taken(iterator, 60)
+        for first, last in pairwise([*changes, 600]):
+            assert deviation(values[first:last], sequence[first]) <= 1
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_inside_a_source_the_order_is_that_of_a_serial_iterator(shuffle):
+    """So each pass of a source is a permutation, many of a small one while a large one is in its first."""
+    data = sources([5, 300])
+    iterator = MixtureIterator(data, 8, weights={"s0": 1, "s1": 1}, shuffle=shuffle, seed=4)
+    values = taken(iterator, 50)
+    for k, name in enumerate(data):
+        alone = taken(SerialIterator(data[name], 1, shuffle=shuffle, seed=4), 200)
+        assert values[values // STEP == k].tolist() == alone.tolist()
+    assert iterator.passes == {"s0": 40, "s1": 0}
+    assert (iterator.epoch, iterator.epoch_detail) == (400 // 305, 400 / 305)
+
+
+def test_weights_are_ratios_and_decimals_are_what_they_are_written_as():
+    """The sequence repeats after ten examples at 0.7 and 0.3, which no binary number is."""
+    by = [{"s0": 0.7, "s1": 0.3}, {"s0": 7, "s1": 3}, {"s1": np.float32(0.3), "s0": Fraction(7, 10)}]
+    first, *others = (taken(MixtureIterator(sources([4, 4]), 10, weights=weights, seed=0), 9) for weights in by[:2])
+    assert all(first.tolist() == other.tolist() for other in others)
+    kinds = (first // STEP).reshape(9, 10)
+    assert (kinds == kinds[0]).all()
+    assert MixtureIterator(sources([4, 4]), 10, weights=by[1]).weights == {"s0": 0.7, "s1": 0.3}
+
+
+@pytest.mark.parametrize("drop_finished", [False, True])
+def test_without_repeats_it_ends_with_the_first_source_or_goes_on_with_the_others(drop_finished):
+    """In the ratios of those; each example came at most once, and with ``drop_finished`` all did."""
+    data = sources([30, 100, 60])
+    weights = {"s0": 2, "s1": 2, "s2": 1}
+    iterator = MixtureIterator(data, 7, weights=weights, repeat=False, drop_finished=drop_finished, seed=0)
+    values = taken(iterator, 1000)
+    assert len(np.unique(values)) == len(values)
+    assert len(values) == 190 if drop_finished else 75 <= len(values) <= 77
+    assert deviation(values[:75], weights) <= 1
+    if drop_finished:
+        assert deviation(values[77:150], {"s0": 0, "s1": 2, "s2": 1}) <= 2
+    with pytest.raises(StopIteration):
+        next(iterator)
+    iterator.reset()
+    assert len(taken(iterator, 1000)) == len(values)
+
+
+def test_cut_anywhere_it_goes_on_with_the_same_examples():
+    """200 cuts, on 1 to 5 ranks, with other weights at half of them: nothing is lost, and nothing comes twice."""
+    drawn = random.Random(2)
+    for trial in range(20):
+        sizes = [drawn.randrange(5, 40) for _ in range(3)]
+        whole, rows, weights = None, [], random_weights(drawn, 3)
+        for _ in range(10):
+            size = drawn.randrange(1, 6)
+            ranks = [MixtureIterator(sources(sizes), 10, weights=weights, seed=trial) for _ in range(size)]
+            for rank, iterator in enumerate(ranks):
+                if whole is not None:
+                    iterator.load_state_dict(whole)
+                iterator.share(rank, size)
+            for _ in range(drawn.randrange(1, 5)):
+                batch = np.empty(10, np.int64)
+                for rank, iterator in enumerate(ranks):
+                    batch[rank::size] = concat_examples(next(iterator))
+                rows.append(batch)
+            states = [iterator.state_dict() for iterator in ranks]
+            assert all(str(state) == str(states[0]) for state in states)
+            whole = states[-1]
+            weights = random_weights(drawn, 3) if drawn.random() < 0.5 else weights
+        values = np.concatenate(rows)
+        for k in range(3):
+            alone = SerialIterator(sources(sizes)[f"s{k}"], 1, seed=trial)
+            own = values[values // STEP == k]
+            assert own.tolist() == (taken(alone, len(own)).tolist() if len(own) else [])
+
+
+def test_other_weights_at_a_resume_are_announced_and_counted_from_there(capsys):
+    """One line has both; those of a function that gives the same are none."""
+    iterator = MixtureIterator(sources([50, 50]), 10, weights={"s0": 1, "s1": 1}, seed=0)
+    taken(iterator, 3)
+    changed = MixtureIterator(sources([50, 50]), 10, weights={"s0": 9, "s1": 1})
+    changed.load_state_dict(iterator.state_dict())
+    assert "weights of iterator 'main'" in capsys.readouterr().out
+    assert deviation(taken(changed, 5), {"s0": 9, "s1": 1}) <= 1
+    again = MixtureIterator(sources([50, 50]), 10, weights={"s0": 9, "s1": 1})
+    again.load_state_dict(changed.state_dict())
+    assert "weights" not in capsys.readouterr().out
+
+
+def test_a_position_of_a_trillion_examples_is_reached_by_its_state():
+    """At once, where to walk there would take a year."""
+    iterator = MixtureIterator(sources([1000, 3000]), 10, weights={"s0": 0.123456789, "s1": 0.876543211}, seed=0)
+    state = iterator.state_dict()
+    given = [123_456_789_000, 876_543_211_000]
+    far = {**state, "position": 10**12, "given": given}
+    began = time.perf_counter()
+    iterator.load_state_dict(far)
+    values = taken(iterator, 1)
+    assert time.perf_counter() - began < 0.5
+    assert len(values) == 10
+    assert iterator.passes == {"s0": given[0] // 1000, "s1": given[1] // 3000}
+
+
+def test_examples_of_a_later_pass_are_transformed_by_other_random_numbers():
+    """Each time that an example comes it has its own, the same whatever the batch size is."""
+
+    def noisy(example):
+        return example, random.random()
+
+    data = {name: TransformDataset(values, noisy) for name, values in sources([3, 50]).items()}
+    rows = []
+    for size in (4, 6):
+        iterator = MixtureIterator(data, size, weights={"s0": 1, "s1": 1}, seed=0)
+        rows.append([tuple(example) for _ in range(12 // size * 3) for example in next(iterator)])
+    assert rows[0] == rows[1]
+    assert len({noise for _, noise in rows[0]}) == len(rows[0])
+
+
+def test_the_shares_of_a_batch_are_reported():
+    """By the names of the sources."""
+    reporter, observation = Reporter(), {}
+    iterator = MixtureIterator(sources([50, 50]), 10, weights={"s0": 7, "s1": 3}, seed=0)
+    with reporter.scope(observation):
+        next(iterator)
+    assert observation == {"mixture/s0": 0.7, "mixture/s1": 0.3}
+
+
+def test_arrays_of_equal_columns_are_gathered_and_others_come_one_by_one():
+    """With the same examples."""
+    arrays = {name: TupleDataset(values, values * 0.5) for name, values in sources([8, 8]).items()}
+    lists = {name: [*zip(values.tolist(), (values * 0.5).tolist(), strict=True)] for name, values in sources([8, 8]).items()}
+    batches = [next(MixtureIterator(data, 8, weights={"s0": 1, "s1": 2}, seed=0)) for data in (arrays, lists)]
+    (x, half), (y, other) = map(concat_examples, batches)
+    assert (x.tolist(), half.tolist()) == (y.tolist(), other.tolist())
+    assert batches[0].columns is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"datasets": [np.arange(3)]}, TypeError, "datasets is a mapping"),
+        ({"datasets": {}}, ValueError, "at least one dataset"),
+        ({"datasets": {"s0": iter(()), "s1": [1]}}, TypeError, "have __len__"),
+        ({"weights": [1, 2]}, TypeError, "weights is a mapping"),
+        ({"weights": {"s0": 1}}, ValueError, "names of the datasets"),
+        ({"weights": {"s0": 1, "s1": 1, "s2": 1}}, ValueError, "names of the datasets"),
+        ({"weights": {"s0": -1, "s1": 1}}, ValueError, "at least 0; that of 's0' is -1"),
+        ({"weights": {"s0": float("nan"), "s1": 1}}, ValueError, "finite number"),
+        ({"weights": {"s0": "1", "s1": 1}}, ValueError, "finite number"),
+        ({"weights": {"s0": 0, "s1": 0.0}}, ValueError, "above 0"),
+        ({"weights": lambda count: [1, 2]}, TypeError, "weights is a mapping"),
+        ({"datasets": {"s0": [], "s1": [1]}}, ValueError, "'s0' has no examples"),
+        ({"drop_finished": True}, ValueError, "repeat=False"),
+        ({"batch_size": 0}, ValueError, "batch size"),
+        ({"n_processes": -1}, ValueError, "n_processes"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused_when_it_is_made(change, error, text):
+    """With the rule, the value and the remedy."""
+    settings = {"datasets": sources([3, 3]), "batch_size": 2, "weights": {"s0": 1, "s1": 1}} | change
+    with pytest.raises(error, match=text):
+        MixtureIterator(settings.pop("datasets"), settings.pop("batch_size"), **settings)
+
+
+def test_other_sources_at_a_resume_are_refused():
+    """By their names and sizes."""
+    state = MixtureIterator(sources([3, 3]), 2, weights={"s0": 1, "s1": 1}).state_dict()
+    with pytest.raises(ValueError, match=r"'s1': 4.*'s1': 3"):
+        MixtureIterator(sources([3, 4]), 2, weights={"s0": 1, "s1": 1}).load_state_dict(state)
