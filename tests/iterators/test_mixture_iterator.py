@@ -80,7 +80,7 @@ def test_inside_a_source_the_order_is_that_of_a_serial_iterator(shuffle):
         alone = taken(SerialIterator(data[name], 1, shuffle=shuffle, seed=4), 200)
         assert values[values // STEP == k].tolist() == alone.tolist()
     assert iterator.passes == {"s0": 40, "s1": 0}
-    assert (iterator.epoch, iterator.epoch_detail) == (400 // 305, 400 / 305)
+    assert (iterator.epoch, iterator.epoch_detail) == (1, 1 + 95 / 305)
 
 
 def test_weights_are_ratios_and_decimals_are_what_they_are_written_as():
