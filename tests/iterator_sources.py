@@ -7,7 +7,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from chainring.datasets import TransformDataset, TupleDataset
-from chainring.iterators import FunctionIterator, LoaderIterator, MixtureIterator, MultiprocessIterator, SerialIterator
+from chainring.iterators import (
+    FunctionIterator,
+    LoaderIterator,
+    MixtureIterator,
+    MultiprocessIterator,
+    PackingIterator,
+    SerialIterator,
+)
 
 SIZE, BATCH = 10, 4
 
@@ -144,14 +151,33 @@ MIXTURE = {
     "a mixture whose weights change": mixed(Drawn, ramp),
     "a mixture in two workers": mixed(Drawn, ramp, n_processes=2),
 }
+
+
+def documents(size=SIZE):
+    """Of 1 to 6 tokens."""
+    return [np.arange(1 + 7 * i % 6) + 10 * i for i in range(size)]
+
+
+def packed(source=documents, length=6, **settings):
+    return lambda size=SIZE: PackingIterator(source(size), length, BATCH, **settings)
+
+
+PACKED = {
+    "packed documents": packed(separator=7),
+    "packed documents in order": packed(shuffle=False),
+    "packed whole documents": packed(split=False),
+    "packed documents of a mixture": packed(mixed(documents)),
+    "packed whole documents of a mixture whose weights change": packed(mixed(documents, ramp), split=False),
+}
 FUNCTION = {"a function of the index": lambda size=SIZE: FunctionIterator(drawing_batch, 3)}
 ONCE = {
     "a user's dataset once": lambda size=SIZE: SerialIterator(Drawn(size), BATCH, repeat=False),
     "a worker once": lambda size=SIZE: MultiprocessIterator(Drawn(size), BATCH, repeat=False, n_processes=1),
     "DataLoader once": lambda size=SIZE: LoaderIterator(loader(size), repeat=False),
+    "packed documents once": packed(length=3, repeat=False),
     "a mixture once": mixed(Drawn, repeat=False, drop_finished=True),
 }
-ALL = SERIAL | WORKERS | LOADER | MIXTURE | FUNCTION
+ALL = SERIAL | WORKERS | LOADER | MIXTURE | PACKED | FUNCTION
 KINDS = [
     "arrays",
     "a user's dataset",

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
 
 
 def content(batch):
-    return [column.tolist() for column in concat_examples(batch)]
+    columns = concat_examples(batch)
+    return [column.tolist() for column in (columns.values() if isinstance(columns, dict) else columns)]
 
 
 def record(iterator, count):

@@ -1,0 +1,361 @@
+"""PackingIterator: documents of any length, packed into rows of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from chainring._checks import is_integer
+from chainring._random import stable_hash
+from chainring.datasets._batches import COLUMNS, Batch
+from chainring.datasets.base import Dataset
+from chainring.iterators.base import Iterator, counters_of
+from chainring.iterators.mixture import MixtureIterator
+from chainring.iterators.serial import IndexedIterator, SerialIterator, require_integer
+from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_setting
+
+_LOOK_AHEAD = 1_024  # documents of which those are taken that fit into a row
+_CHUNK = 256  # documents that are fetched at once
+_NONE = -1  # the document of a place that is not used
+
+
+class _Document(NamedTuple):
+    """A document on its way into rows."""
+
+    tokens: NDArray[np.integer]
+    length: int  # with its separator
+    number: int  # by which it is known in ``document_ids``
+    position: int  # in the stream of documents, counted from the first
+    epoch: int  # of its pass
+
+
+class _Position(NamedTuple):
+    """Where the next row begins."""
+
+    waiting: tuple[_Document, ...] = ()  # fetched and not packed, or not whole
+    offset: int = 0  # of the first of them, how many tokens are packed
+    packed: int = 0  # documents that are packed to their end
+    # From that of the first waiting document on: where fetches together began, and the iterator as it was before each.
+    fetches: tuple[tuple[int, IndexedIterator], ...] = ()
+    fetched: int = 0  # documents
+
+
+class _Saved(NamedTuple):
+    """A position without its documents."""
+
+    first: int  # position in the stream at which the source stands
+    waiting: list[int]
+    offset: int
+    packed: int
+    fetched: int
+
+
+class PackingIterator(Iterator):
+    """Packs documents into rows of one length, as language models are trained on them.
+
+    A batch is a mapping of three arrays of int64, ``batch_size`` x ``length``: ``input_ids``; ``document_ids``, the index of
+    the document of each token, by which attention is kept inside of documents; and ``positions`` in it. What is not used of
+    a row has the document -1, the token 0 and the position 0: at the end of a pass, and with ``split=False`` of every row.
+
+    Documents come in the order of a `SerialIterator`, each once a pass. With ``split=True`` they follow one another, and one
+    that does not end in a row goes on in the next, so that no token is lost, and none comes twice. With ``split=False`` they
+    stay whole: each row takes, of the next 1,024 documents of the pass, the first that fits, again and again.
+
+    The state is where it stands in the documents, and no tokens; a run that is resumed fetches again what it has looked
+    ahead. Each rank fetches all documents and takes its rows.
+
+    Example::
+
+        for batch in PackingIterator(documents, length=1024, batch_size=8, separator=tokenizer.eos_token_id):
+            batch.columns["input_ids"]
+
+    Args:
+        dataset: documents, one-dimensional arrays, tensors or lists of integers; or a `MixtureIterator`, `SerialIterator` or
+            `MultiprocessIterator` of documents, whose batches, order and passes then count.
+        length: tokens in a row.
+        batch_size: rows in a batch, over all ranks.
+        separator: a token that is put after each document, and belongs to it; ``None`` puts none.
+        split: False to keep documents whole.
+        repeat, shuffle, seed: as for `SerialIterator`; those of an iterator are its own.
+
+    Raises:
+        TypeError: ``dataset`` is no dataset and none of these iterators, or an example is no document.
+        ValueError: a number is out of range; with ``split=False``, a document is longer than a row.
+    """
+
+    serves_virtual_ranks = True
+
+    def __init__(
+        self,
+        dataset: Dataset | IndexedIterator,
+        length: int,
+        batch_size: int,
+        *,
+        separator: int | None = None,
+        split: bool = True,
+        repeat: bool = True,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        if isinstance(dataset, Iterator) and not isinstance(dataset, IndexedIterator):
+            raise TypeError(
+                "documents come from a dataset, or from a MixtureIterator, SerialIterator or MultiprocessIterator of them; "
+                f"got {type(dataset).__name__}"
+            )
+        if separator is not None and not is_integer(separator):
+            raise TypeError(f"a separator is a token, an integer, or None; got {separator!r}")
+        self.length, self.batch_size = require_integer("length", length, 1), require_integer("a batch size", batch_size, 1)
+        self.separator, self.split = separator, bool(split)
+        is_given = isinstance(dataset, IndexedIterator)
+        self.source: IndexedIterator = (
+            dataset if is_given else SerialIterator(dataset, _CHUNK, repeat, shuffle, seed=seed)  # type: ignore[assignment]
+        )
+        self.repeat = self.source.repeat
+        self.at = _Position()
+        self._saved: _Saved | None = None  # a state that was loaded, until the documents that wait are fetched
+        self.counts = np.arange(self.length)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order of documents."""
+        self.source.name, self.source.initial_seed = self.name, self.initial_seed
+        return self.source.seed
+
+    @property
+    def progress(self) -> tuple[int, int, int | None]:
+        return (*divmod(self.at.packed, self._pass_size), self._pass_size)
+
+    @property
+    def _pass_size(self) -> int:
+        """The number of documents in a pass."""
+        return max(self.source.progress[2] or 0, 1)
+
+    def __next__(self) -> Batch:
+        _ = self.seed
+        self._take_up_saved()
+        mark, shape = self.source.mark(), (self.batch_size, self.length)
+        ids, numbers, positions = np.zeros(shape, np.int64), np.full(shape, _NONE, np.int64), np.zeros(shape, np.int64)
+        try:
+            packing = _Packing(self)
+            rows = 0
+            while rows < self.batch_size and packing.fill(ids[rows], numbers[rows], positions[rows]):
+                rows += 1
+        except BaseException:
+            self.source.return_to(mark)
+            raise
+        if not rows:
+            raise StopIteration
+        self.at = packing.position()
+        epoch, done, size = self.progress  # type: ignore[misc]
+        self._count_batch(epoch, epoch + done / size)  # type: ignore[operator]
+        columns = {"input_ids": ids[:rows], "document_ids": numbers[:rows], "positions": positions[:rows]}
+        return self.take_share(Batch(columns=columns, length=rows, layout=COLUMNS))
+
+    def reset(self) -> None:
+        self.source.reset()
+        self._begin_again()
+
+    def rewind(self) -> None:
+        self.source.rewind()
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self.at, self._saved = _Position(), None
+        self._restore_counters()
+
+    def mark(self) -> Any:
+        self._take_up_saved()
+        return counters_of(self), self.at, self.source.mark()
+
+    def return_to(self, mark: Any) -> None:
+        counters, self.at, of_source = mark
+        self.source.return_to(of_source)
+        self._restore_counters(counters)
+
+    def batch_end(self) -> Any:
+        self._take_up_saved()
+        return self.at.packed, self.at.offset, *(document.position for document in self.at.waiting[:1])
+
+    def batch_digest(self, start: Any, stop: Any) -> int | None:
+        return stable_hash(self.seed, self.length, self.split, *start, "to", *stop)
+
+    def finalize(self) -> None:
+        self.source.finalize()
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        if isinstance(serializer, Serializer):
+            self._take_up_saved()
+        at, name = self.at, f"of iterator {self.name!r}"
+        visit_setting(serializer, "batch_size", self.batch_size, f"batch size {name}")
+        visit_setting(serializer, "length", self.length, f"length of the rows {name}")
+        visit_setting(serializer, "separator", self.separator, f"separator {name}")
+        if serializer("split", self.split) != self.split:
+            raise ValueError(
+                f"the saved run had split={not self.split} {name}; a position in one means nothing in the other"
+            )
+        first, source = at.fetches[0] if at.fetches else (at.fetched, self.source)
+        serializer.visit("source", source if isinstance(serializer, Serializer) else self.source)
+        saved = _Saved(
+            serializer("first", first),
+            serializer("waiting", [document.position for document in at.waiting]),
+            serializer("offset", at.offset),
+            serializer("packed", at.packed),
+            serializer("fetched", at.fetched),
+        )
+        self._serialize_counters(serializer)
+        if not isinstance(serializer, Serializer):
+            self._saved = saved
+
+    def _take_up_saved(self) -> None:
+        """Fetch again the documents that wait in a state that was loaded."""
+        if self._saved is None:
+            return
+        saved, self._saved = self._saved, None
+        self.at = _Position(fetched=saved.first)
+        packing, waits = _Packing(self), set(saved.waiting)
+        while packing.fetched < saved.fetched and packing.fetch():
+            pass
+        documents = tuple(document for document in packing.waiting if document.position in waits)
+        self.at = _Position(documents, saved.offset, saved.packed, tuple(packing.fetches), packing.fetched)
+
+
+class _Packing:
+    """Fills rows from where an iterator stands."""
+
+    def __init__(self, iterator: PackingIterator) -> None:
+        self._iterator, at = iterator, iterator.at
+        self.waiting, self._offset, self._packed = list(at.waiting), at.offset, at.packed
+        self.fetches, self.fetched = list(at.fetches), at.fetched
+        self._head = 0  # with split documents, how many of those that wait are packed
+        # With whole ones, their lengths, and more than fits where one is packed already, or of another pass.
+        self._epoch = self.waiting[0].epoch if self.waiting else None
+        self._lengths = self._lengths_of(self.waiting)
+        self._gaps = 0  # where documents were, that are packed
+
+    def fill(self, *row: NDArray[np.int64]) -> bool:
+        """Fill a row of ids, numbers and positions; return False if there are no documents any more."""
+        return self._fill_in_turn(row) if self._iterator.split else self._fill_by_length(row)
+
+    def _fill_in_turn(self, row: Sequence[NDArray[np.int64]]) -> bool:
+        used, length, epoch = 0, self._iterator.length, None
+        while used < length and (self._head < len(self.waiting) or self.fetch()):
+            document = self.waiting[self._head]
+            if used and document.epoch != epoch:
+                break
+            epoch, count = document.epoch, min(document.length - self._offset, length - used)
+            self._place(document, count, row, used)
+            used += count
+            self._offset += count
+            if self._offset == document.length:
+                self._offset = 0
+                self._head += 1
+                self._packed += 1
+        return used > 0
+
+    def _fill_by_length(self, row: Sequence[NDArray[np.int64]]) -> bool:
+        used, length = 0, self._iterator.length
+        self._look_ahead()
+        while True:
+            fits = self._lengths <= length - used
+            at = int(fits.argmax()) if len(fits) else 0
+            if not len(fits) or not fits[at]:
+                return used > 0
+            document = self.waiting[at]
+            self._place(document, document.length, row, used)
+            used += document.length
+            self._lengths[at] = length + 1
+            self._packed += 1
+            self._gaps += 1
+
+    def _look_ahead(self) -> None:
+        """Fetch documents of the pass until enough wait; if none is left of it, go on to the next."""
+        if self._gaps == len(self.waiting) or not (self._lengths <= self._iterator.length).any():
+            self._close_gaps()
+            if self.waiting or self.fetch():
+                self._epoch = self.waiting[0].epoch
+                self._lengths = self._lengths_of(self.waiting)
+        elif self._gaps > _LOOK_AHEAD // 4:
+            self._close_gaps()
+        while self.waiting and self.waiting[-1].epoch == self._epoch and len(self.waiting) - self._gaps < _LOOK_AHEAD:
+            known = len(self.waiting)
+            if not self.fetch():
+                break
+            self._lengths = np.concatenate([self._lengths, self._lengths_of(self.waiting[known:])])
+
+    def _lengths_of(self, documents: Sequence[_Document]) -> NDArray[np.int64]:
+        other = self._iterator.length + 2
+        lengths = [document.length if document.epoch == self._epoch else other for document in documents]
+        return np.array(lengths, np.int64)
+
+    def _close_gaps(self) -> None:
+        left = np.flatnonzero(self._lengths != self._iterator.length + 1)
+        self.waiting, self._lengths, self._gaps = [self.waiting[at] for at in left.tolist()], self._lengths[left], 0
+
+    def _place(self, document: _Document, count: int, row: Sequence[NDArray[np.int64]], used: int) -> None:
+        """Put some tokens of a document, from the first that is not packed, into a row."""
+        ids, numbers, positions = row
+        first, end = self._offset, used + count
+        tokens = document.tokens[first : first + count]
+        ids[used : used + len(tokens)] = tokens
+        if len(tokens) < count:
+            ids[end - 1] = self._iterator.separator
+        numbers[used:end] = document.number
+        positions[used:end] = self._iterator.counts[:count]
+        if first:
+            positions[used:end] += first
+
+    def fetch(self) -> bool:
+        """Fetch documents; return False if there are no more."""
+        iterator, source = self._iterator, self._iterator.source
+        before, began, (epoch, position, size) = copy.copy(source), source.batch_end(), source.progress  # type: ignore[misc]
+        try:
+            examples = list(next(source))
+        except StopIteration:
+            return False
+        numbers: Any = source.indices_since(began)
+        first = epoch * size + position  # in passes, which a mixture has only of each source
+        self.fetches.append((self.fetched, before))
+        for index, (example, number) in enumerate(zip(examples, numbers.tolist(), strict=True)):
+            tokens = _tokens_of(example, number)
+            length = len(tokens) + (iterator.separator is not None)
+            if length > iterator.length and not iterator.split:
+                its = "" if iterator.separator is None else " with its separator"
+                raise ValueError(
+                    f"a document is not longer than a row with split=False, and document {number} has {length} tokens{its}, "
+                    f"a row {iterator.length}; give split=True or a larger length, or cut it before"
+                )
+            of_pass = 0 if isinstance(source, MixtureIterator) else (first + index) // size
+            self.waiting.append(_Document(tokens, length, number, self.fetched + index, of_pass))
+        self.fetched += len(examples)
+        return True
+
+    def position(self) -> _Position:
+        """Return where the next row begins."""
+        if self._iterator.split:
+            waiting = self.waiting[self._head :]
+        else:
+            self._close_gaps()
+            waiting = self.waiting
+        first = waiting[0].position if waiting else self.fetched
+        starts = [start for start, _ in self.fetches if start <= first]
+        fetches = [fetch for fetch in self.fetches if waiting and fetch[0] >= starts[-1]]
+        return _Position(tuple(waiting), self._offset, self._packed, tuple(fetches), self.fetched)
+
+
+def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
+    """Return the tokens of a document as an array."""
+    tokens = example.numpy(force=True) if isinstance(example, torch.Tensor) else example
+    if isinstance(tokens, (list, tuple)):
+        tokens = np.array(tokens) if len(tokens) else np.empty(0, np.int64)
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        shown = f"an array of {tokens.dtype} and shape {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens)
+        raise TypeError(
+            f"a document is one dimension of integers, and example {number} is {shown}; take them out of it by "
+            'TransformDataset(dataset, lambda example: example["input_ids"]), for example'
+        )
+    return tokens

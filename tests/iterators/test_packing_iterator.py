@@ -1,0 +1,170 @@
+"""PackingIterator packs documents into rows: each token once a pass, documents apart, through any resume."""
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from chainring.datasets import TransformDataset
+from chainring.iterators import LoaderIterator, MixtureIterator, MultiprocessIterator, PackingIterator, SerialIterator
+
+
+@cache
+def documents(count, longest=1000, seed=0):
+    """Lengths as those of web pages: log-normal, with a median of 245 tokens."""
+    drawn = np.random.default_rng(seed)
+    lengths = np.clip(drawn.lognormal(5.5, 1.0, count), 1, longest).astype(int)
+    return [drawn.integers(1, 50_000, length) for length in lengths]
+
+
+def tokens_of(batches):
+    """The tokens of each document by its position in it, and how many places are used of all."""
+    found, used, places = {}, 0, 0
+    for batch in batches:
+        columns = [batch.columns[name].reshape(-1) for name in ("document_ids", "positions", "input_ids")]
+        assert all(column.dtype == np.int64 for column in columns)
+        is_used = columns[0] >= 0
+        assert not columns[1][~is_used].any()
+        assert not columns[2][~is_used].any()
+        used, places = used + is_used.sum(), places + len(is_used)
+        for document, position, token in zip(*(column[is_used].tolist() for column in columns), strict=True):
+            found.setdefault(document, []).append((position, token))
+    return found, used / places
+
+
+def whole(found):
+    """Each document's tokens in their order; every position is there once."""
+    texts = {}
+    for document, tokens in found.items():
+        ordered = sorted(tokens)
+        assert [position for position, _ in ordered] == list(range(len(ordered)))
+        texts[document] = [token for _, token in ordered]
+    return texts
+
+
+@pytest.mark.parametrize("separator", [None, 0])
+@pytest.mark.parametrize("split", [True, False])
+def test_each_token_comes_once_a_pass(split, separator):
+    """With its separator; and at least 0.97 of all places are used, with whole documents too."""
+    data = documents(3000)
+    found, fill = tokens_of(PackingIterator(data, 1024, 8, separator=separator, split=split, repeat=False, seed=1))
+    ends = [] if separator is None else [separator]
+    assert whole(found) == {number: [*document.tolist(), *ends] for number, document in enumerate(data)}
+    assert fill >= (0.999 if split else 0.97)
+
+
+def test_split_documents_follow_one_another_in_the_order_of_a_serial_iterator():
+    """And a row goes on where the one before has ended; the last of a pass is not used up."""
+    data = documents(40, 30)
+    order = [int(number) for batch in SerialIterator(np.arange(40), 8, seed=3, repeat=False) for number in batch.columns]
+    stream = [(number, position) for number in order for position in range(len(data[number]))]
+    iterator = PackingIterator(data, 16, 1, seed=3)
+    rows = -(-len(stream) // 16)
+    taken = [next(iterator).columns for _ in range(rows)]
+    places = [
+        (int(number), int(position))
+        for columns in taken
+        for number, position in zip(columns["document_ids"][0], columns["positions"][0], strict=True)
+    ]
+    assert places == stream + [(-1, 0)] * (16 * rows - len(stream))
+    assert (iterator.epoch, iterator.is_new_epoch) == (1, True)
+    next(iterator)
+    assert not iterator.is_new_epoch
+
+
+def test_whole_documents_never_cross_a_row():
+    """And the first that fits is taken, so that none waits for ever."""
+    data = documents(500, 100)
+    iterator = PackingIterator(data, 128, 4, split=False, shuffle=False, repeat=False)
+    first = next(iterator).columns
+    assert first["document_ids"][0, 0] == 0
+    for batch in iterator:
+        for ids, positions in zip(batch.columns["document_ids"], batch.columns["positions"], strict=True):
+            for number in set(ids.tolist()) - {-1}:
+                assert positions[ids == number].tolist() == list(range(len(data[number])))
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_cut_anywhere_no_token_is_lost_or_comes_twice(split):
+    """1,000 cuts of streams, on 1 to 4 ranks, of a dataset and of a mixture: the same batches as without."""
+    drawn = random.Random(4)
+
+    def make(kind):
+        data = documents(60, 40, seed=kind)
+        if kind % 2:
+            data = MixtureIterator({"a": data, "b": documents(9, 40)}, 7, weights={"a": 2, "b": 1}, seed=kind)
+        return PackingIterator(data, 48, 4, split=split, separator=kind % 3 or None, seed=kind)
+
+    for kind in range(10):
+        uncut, iterator = make(kind), make(kind)
+        for _ in range(50):
+            size = drawn.randrange(1, 5)
+            state, batches = iterator.state_dict(), []
+            for rank in range(size):
+                iterator = make(kind)
+                iterator.load_state_dict(state)
+                iterator.share(rank, size)
+                batches.append(next(iterator).columns)
+            expected = next(uncut).columns
+            for name, column in expected.items():
+                assert all(np.array_equal(batch[name], column[rank::size]) for rank, batch in enumerate(batches))
+            state = iterator.state_dict()
+            iterator = make(kind)
+            iterator.load_state_dict(state)
+
+
+def test_documents_in_any_form_are_packed():
+    """Arrays of any integers, tensors and lists, also empty ones; from workers and through a transform."""
+    data = documents(20, 30)
+    forms = [
+        [torch.from_numpy(document) for document in data],
+        [document.tolist() for document in data],
+        [document.astype(np.uint16) for document in data],
+        TransformDataset([{"input_ids": document} for document in data], lambda example: example["input_ids"]),
+        SerialIterator(data, 3, seed=0, repeat=False),
+        MultiprocessIterator(data, 5, n_processes=1, seed=0, repeat=False),
+    ]
+    expected = whole(tokens_of(PackingIterator(data, 16, 2, seed=0, repeat=False))[0])
+    for form in forms:
+        with PackingIterator(form, 16, 2, seed=0, repeat=False) as iterator:
+            assert whole(tokens_of(iterator)[0]) == expected
+    with_empty = [np.array([], np.int64), np.arange(3), []]
+    assert whole(tokens_of(PackingIterator(with_empty, 4, 1, repeat=False))[0]) == {1: [0, 1, 2]}
+    assert whole(tokens_of(PackingIterator(with_empty, 4, 1, separator=9, repeat=False))[0])[0] == [9]
+
+
+@pytest.mark.parametrize(
+    ("example", "settings", "error", "text"),
+    [
+        (np.zeros(3), {}, TypeError, "one dimension of integers"),
+        (np.zeros((2, 3), int), {}, TypeError, r"shape \(2, 3\)"),
+        ({"input_ids": [1]}, {}, TypeError, "TransformDataset"),
+        ("text", {}, TypeError, "one dimension of integers"),
+        (np.arange(9), {"split": False}, ValueError, "document 0 has 9 tokens, a row 8"),
+        (np.arange(8), {"split": False, "separator": 0}, ValueError, "9 tokens with its separator"),
+    ],
+)
+def test_what_is_no_document_is_refused_with_its_number(example, settings, error, text):
+    """And again at the next try, since nothing was taken."""
+    iterator = PackingIterator([example], 8, 1, **settings)
+    for _ in range(2):
+        with pytest.raises(error, match=text):
+            next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "error"),
+    [
+        ((LoaderIterator([np.arange(3)]), 8, 1), {}, TypeError),
+        ((iter([]), 8, 1), {}, TypeError),
+        (([np.arange(3)], 0, 1), {}, ValueError),
+        (([np.arange(3)], 8, 0), {}, ValueError),
+        (([np.arange(3)], 8, 1), {"separator": "</s>"}, TypeError),
+    ],
+)
+def test_wrong_settings_are_refused(arguments, settings, error):
+    """When it is made."""
+    with pytest.raises(error):
+        PackingIterator(*arguments, **settings)
