@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -236,7 +237,7 @@ class MixtureIterator(MultiprocessIterator):
             raise ValueError("no source ever ends with repeat=True; drop_finished=True is for repeat=False")
         workers = require_integer("n_processes", n_processes, 0)
         sources = Sources([str(name) for name in datasets], inner, bool(shuffle))
-        super().__init__(sources, batch_size, repeat, shuffle, max(workers, 1), seed=seed)  # type: ignore[arg-type]
+        super().__init__(sources, batch_size, repeat, shuffle, max(workers, 1), seed=seed)
         self.n_processes, self.sources, self.drop_finished = workers, sources, bool(drop_finished)
         self._function = weights if callable(weights) else None
         self._given = None if callable(weights) else self._ratios(weights)
@@ -299,12 +300,12 @@ class MixtureIterator(MultiprocessIterator):
 
     def iterate_segments(self) -> Generator[list[Segment]]:
         """Yield the segments of each batch from here on, and advance without fetching them."""
-        while True:
+        for ahead in count():
             segments, at = self._next_segments(self._at)
             if not segments:
                 return
             self._go_to(at)
-            yield self._share_of(segments)[0]
+            yield self._share_of(segments, ahead)[0]
 
     def _next_segments(self, at: Place, length: int | None = None) -> tuple[list[Segment], Place]:
         """Return the examples of the batch of all ranks after a place, none at the end, and the place after them."""

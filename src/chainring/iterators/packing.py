@@ -111,9 +111,8 @@ class PackingIterator(Iterator):
             raise TypeError(f"a separator is a token, an integer, or None; got {separator!r}")
         self.length, self.batch_size = require_integer("length", length, 1), require_integer("a batch size", batch_size, 1)
         self.separator, self.split = separator, bool(split)
-        is_given = isinstance(dataset, IndexedIterator)
         self.source: IndexedIterator = (
-            dataset if is_given else SerialIterator(dataset, _CHUNK, repeat, shuffle, seed=seed)  # type: ignore[assignment]
+            dataset if isinstance(dataset, IndexedIterator) else SerialIterator(dataset, _CHUNK, repeat, shuffle, seed=seed)
         )
         self.repeat = self.source.repeat
         self.at = _Position()
@@ -127,11 +126,11 @@ class PackingIterator(Iterator):
         return self.source.seed
 
     @property
-    def progress(self) -> tuple[int, int, int | None]:
-        return (*divmod(self.at.packed, self._pass_size), self._pass_size)
+    def progress(self) -> tuple[int, int, int]:
+        return (*divmod(self.at.packed, self.pass_size), self.pass_size)
 
     @property
-    def _pass_size(self) -> int:
+    def pass_size(self) -> int:
         """The number of documents in a pass."""
         return max(self.source.progress[2] or 0, 1)
 
@@ -151,8 +150,8 @@ class PackingIterator(Iterator):
         if not rows:
             raise StopIteration
         self.at = packing.position()
-        epoch, done, size = self.progress  # type: ignore[misc]
-        self._count_batch(epoch, epoch + done / size)  # type: ignore[operator]
+        epoch, done, size = self.progress
+        self._count_batch(epoch, epoch + done / size)
         columns = {"input_ids": ids[:rows], "document_ids": numbers[:rows], "positions": positions[:rows]}
         return self.take_share(Batch(columns=columns, length=rows, layout=COLUMNS))
 
@@ -302,7 +301,7 @@ class _Packing:
         first, end = self._offset, used + count
         tokens = document.tokens[first : first + count]
         ids[used : used + len(tokens)] = tokens
-        if len(tokens) < count:
+        if len(tokens) < count and self._iterator.separator is not None:
             ids[end - 1] = self._iterator.separator
         numbers[used:end] = document.number
         positions[used:end] = self._iterator.counts[:count]
@@ -312,7 +311,8 @@ class _Packing:
     def fetch(self) -> bool:
         """Fetch documents; return False if there are no more."""
         iterator, source = self._iterator, self._iterator.source
-        before, began, (epoch, position, size) = copy.copy(source), source.batch_end(), source.progress  # type: ignore[misc]
+        before, began, (epoch, position, _) = copy.copy(source), source.batch_end(), source.progress
+        size = iterator.pass_size
         try:
             examples = list(next(source))
         except StopIteration:

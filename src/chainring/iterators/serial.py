@@ -150,9 +150,9 @@ class IndexedIterator(Iterator):
             segments.append(orders.segment(epoch, position, stop))
             missing -= stop - position
             epoch, position = (epoch + 1, 0) if stop == orders.size else (epoch, stop)
-        return *self._share_of(segments), epoch, position
+        return *self._share_of(segments, ahead), epoch, position
 
-    def _share_of(self, segments: list[Segment]) -> tuple[list[Segment], bool]:
+    def _share_of(self, segments: list[Segment], ahead: int = 0) -> tuple[list[Segment], bool]:
         """Return the segments of this rank of those of a batch, and whether it is empty, with one example of weight 0."""
         if self.size == 1 or not segments:
             return segments, False
