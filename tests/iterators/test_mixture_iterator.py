@@ -7,11 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from chainring import Reporter
 from chainring.converters import concat_examples
 from chainring.datasets import TransformDataset, TupleDataset
 from chainring.iterators import MixtureIterator, SerialIterator
+from chainring.training import StandardUpdater, Trainer, extensions
 
 STEP = 1_000_000  # between the values of two sources
 
@@ -182,13 +184,20 @@ def test_examples_of_a_later_pass_are_transformed_by_other_random_numbers():
     assert len({noise for _, noise in rows[0]}) == len(rows[0])
 
 
-def test_the_shares_of_a_batch_are_reported():
-    """By the names of the sources."""
-    reporter, observation = Reporter(), {}
-    iterator = MixtureIterator(sources([50, 50]), 10, weights={"s0": 7, "s1": 3}, seed=0)
-    with reporter.scope(observation):
-        next(iterator)
-    assert observation == {"mixture/s0": 0.7, "mixture/s1": 0.3}
+@pytest.mark.parametrize("virtual_ranks", [None, 5])
+def test_the_shares_of_a_batch_are_reported_by_an_updater(tmp_path, virtual_ranks):
+    """By the names of the sources; a log has the mean since its last row."""
+    data = {name: TupleDataset(torch.ones(50, 2), torch.ones(50, 1)) for name in ("s0", "s1")}
+    iterator = MixtureIterator(data, 10, weights=lambda count: {"s0": 7 if count < 20 else 3, "s1": 3}, seed=0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    updater = StandardUpdater(
+        iterator, optimizer, model, loss_func=lambda x, t: (model(x) - t).square().mean(), virtual_ranks=virtual_ranks
+    )
+    trainer = Trainer(updater, (4, "iteration"), out=str(tmp_path))
+    trainer.extend(extensions.LogReport(trigger=(4, "iteration")))
+    trainer.run()
+    assert trainer.get_extension("LogReport").log[-1]["mixture/s0"] == pytest.approx(0.6)
 
 
 def test_arrays_of_equal_columns_are_gathered_and_others_come_one_by_one():

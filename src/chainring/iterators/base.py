@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator as PythonIterator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from operator import attrgetter
 from types import FunctionType
@@ -93,6 +93,11 @@ class Iterator(Stateful):
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
         return None
+
+    @property
+    def reported(self) -> Mapping[str, float]:
+        """Values of the batch last returned, by key, which a `StandardUpdater` reports if a subclass defines them."""
+        return {}
 
     def tells(self, counter: str) -> bool:
         """Return whether the object, or a class of it below `Iterator`, has an attribute of this name or code with it."""

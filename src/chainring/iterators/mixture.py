@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import counters_of, not_the_end
 from chainring.iterators.multiprocess import MultiprocessIterator
 from chainring.iterators.serial import EpochOrders, Segment, SerialIterator, require_integer
-from chainring.reporting.reporter import current_observation, report
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
 
 Weights = Mapping[str, float]
@@ -166,7 +166,8 @@ def _join(arrays: Sequence[Any], rows: Indices) -> Any:
     return np.concatenate(arrays).take(rows, 0)
 
 
-class Anchor(NamedTuple):
+@dataclass(frozen=True)
+class Anchor:
     """A position in the stream, and all that decides how it goes on."""
 
     position: int
@@ -188,8 +189,8 @@ class MixtureIterator(MultiprocessIterator):
     state is a count for each source. A change of the weights loses and repeats nothing, whether the function makes it or a
     script that is resumed with others.
 
-    An epoch is as many examples as all sources have together; ``passes`` counts those of each. With a reporter,
-    ``mixture/NAME`` is the share of a source in the batch, of which a log has the mean since its last row.
+    An epoch is as many examples as all sources have together; ``passes`` counts those of each. A `StandardUpdater` reports
+    ``mixture/NAME``, the share of a source in a batch, of which a log has the mean since its last row.
 
     Example::
 
@@ -244,6 +245,7 @@ class MixtureIterator(MultiprocessIterator):
         self._blocks: dict[Anchor, tuple[Indices, Anchor]] = {}
         self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
         self._at: Place = self._begin(), 0
+        self._numbers = np.empty(0, np.int64)  # of the examples of the last batch, of all ranks
         sources.seed_with(seed)
 
     @property
@@ -251,6 +253,13 @@ class MixtureIterator(MultiprocessIterator):
         """The weights that hold now, of all together 1."""
         weights = self._at[0].weights
         return {name: float(weight / sum(weights)) for name, weight in zip(self.sources.names, weights, strict=True)}
+
+    @property
+    def reported(self) -> dict[str, float]:
+        """The share of each source in the batch last returned, which an updater reports."""
+        sources, numbers = self.sources.names, self._numbers
+        shares = np.bincount(numbers % len(sources), minlength=len(sources)) / max(len(numbers), 1)
+        return {f"mixture/{name}": float(share) for name, share in zip(sources, shares, strict=True)}
 
     @property
     def passes(self) -> dict[str, int]:
@@ -278,7 +287,7 @@ class MixtureIterator(MultiprocessIterator):
         segments, at = self._next_segments(self._at)
         if not segments:
             raise StopIteration
-        share, is_empty = self._share_of(segments)
+        share, is_empty = (segments, False) if self.size == 1 else self._share_of(segments)
         try:
             if self._gather is None:
                 batch = self._fetch_examples(share)
@@ -289,10 +298,7 @@ class MixtureIterator(MultiprocessIterator):
         if is_empty:
             batch.weight = 0
         self._go_to(at)
-        if current_observation() is not None:
-            sources, numbers = self.sources.names, segments[0][1]
-            shares = np.bincount(numbers % len(sources), minlength=len(sources)) / len(numbers)
-            report({f"mixture/{name}": float(share) for name, share in zip(sources, shares, strict=True)})
+        self._numbers = segments[0][1]
         return batch
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
@@ -305,7 +311,7 @@ class MixtureIterator(MultiprocessIterator):
             if not segments:
                 return
             self._go_to(at)
-            yield self._share_of(segments, ahead)[0]
+            yield segments if self.size == 1 else self._share_of(segments, ahead)[0]
 
     def _next_segments(self, at: Place, length: int | None = None) -> tuple[list[Segment], Place]:
         """Return the examples of the batch of all ranks after a place, none at the end, and the place after them."""
@@ -369,7 +375,7 @@ class MixtureIterator(MultiprocessIterator):
         count = len(anchor.given)
         more = np.bincount(self._block_after(anchor)[0][:offset] % count, minlength=count).tolist()
         given = tuple(before + n for before, n in zip(anchor.given, more, strict=True))
-        return anchor._replace(position=anchor.position + offset, given=given)
+        return replace(anchor, position=anchor.position + offset, given=given)
 
     def _ask(self, position: int) -> Weights:
         assert self._function is not None
@@ -478,4 +484,4 @@ class MixtureIterator(MultiprocessIterator):
 
 def _changed(anchor: Anchor, weights: tuple[Fraction, ...]) -> Anchor:
     """Return an anchor at the same position from which other weights hold, and shares are counted anew."""
-    return anchor if weights == anchor.weights else anchor._replace(changed_at=anchor.given, weights=weights)
+    return anchor if weights == anchor.weights else replace(anchor, changed_at=anchor.given, weights=weights)

@@ -150,12 +150,12 @@ class IndexedIterator(Iterator):
             segments.append(orders.segment(epoch, position, stop))
             missing -= stop - position
             epoch, position = (epoch + 1, 0) if stop == orders.size else (epoch, stop)
+        if self.size == 1 or not segments:
+            return segments, False, epoch, position
         return *self._share_of(segments, ahead), epoch, position
 
     def _share_of(self, segments: list[Segment], ahead: int = 0) -> tuple[list[Segment], bool]:
-        """Return the segments of this rank of those of a batch, and whether it is empty, with one example of weight 0."""
-        if self.size == 1 or not segments:
-            return segments, False
+        """Return those of this rank of the segments of a batch; if it has none, an example and True."""
         share, offset = [], 0
         for key, indices in segments:
             share.append((key, indices[self.rows_of_share(len(indices), offset, ahead)]))

@@ -18,6 +18,7 @@ from chainring._naming import parameter_names
 from chainring.converters import Converter
 from chainring.iterators.base import Iterator
 from chainring.iterators.loader import as_iterator
+from chainring.reporting.reporter import report
 from chainring.training.updaters.callbacks import UpdateCallbacks, list_parameters
 
 Loss = Tensor | Mapping[str, Any]
@@ -116,7 +117,9 @@ def check_balance(balance: Any, count: int | None, models: Mapping[str, nn.Modul
             )
 
 
-def prepare_iterators(iterators: Mapping[str, Any], converter: Converter, count: int | None, size: int) -> None:
+def prepare_iterators(
+    iterators: Mapping[str, Any], converter: Converter, count: int | None, size: int, callbacks: UpdateCallbacks
+) -> None:
     """Tell iterators their names, and who takes their batches; refuse those that cannot be shared."""
     for name, source in iterators.items():
         if isinstance(source, Iterator):
@@ -125,6 +128,8 @@ def prepare_iterators(iterators: Mapping[str, Any], converter: Converter, count:
             if count is not None:
                 source.use_virtual_ranks(count)
             source.check_share(size)
+            if type(source).reported is not Iterator.reported:
+                callbacks.add("batch_on_finish", lambda _, source=source: report(source.reported))  # type: ignore[misc]
 
 
 def move(models: Iterable[nn.Module], device: torch.device | None, optimizers: Iterable[Optimizer]) -> None:

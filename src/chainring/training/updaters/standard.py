@@ -228,7 +228,7 @@ class StandardUpdater(Updater):
             check_virtual_ranks(virtual_ranks, self.comm, models, optimizers)
             check_carried(loss_func, models)
         check_balance(balance, virtual_ranks, models, iterators)
-        prepare_iterators(iterators, self.converter, virtual_ranks, self.comm.size)
+        prepare_iterators(iterators, self.converter, virtual_ranks, self.comm.size, self.callbacks)
         move(models.values(), self.device, optimizers.values())
         # What refers back does so weakly, so that the memory of a device is free as soon as an updater is deleted.
         wrapped = WrappedModules(list(models.values()))
