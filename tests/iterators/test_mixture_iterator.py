@@ -192,7 +192,7 @@ def test_the_shares_of_a_batch_are_reported_by_an_updater(tmp_path, virtual_rank
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     updater = StandardUpdater(
-        iterator, optimizer, model, loss_func=lambda x, t: (model(x) - t).square().mean(), virtual_ranks=virtual_ranks
+        iterator, optimizer, model, loss_func=lambda model, x, t: (model(x) - t).square().mean(), virtual_ranks=virtual_ranks
     )
     trainer = Trainer(updater, (4, "iteration"), out=str(tmp_path))
     trainer.extend(extensions.LogReport(trigger=(4, "iteration")))
