@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pty
+import re
 import shutil
 import struct
 import sys
@@ -222,6 +223,24 @@ def test_batch_prints_the_indices_of_the_examples(place, capsys):
     assert (found["iteration"], found["from"], len(found["indices"])) == (1, None, 4)
     assert found["batches"] == {"main": found["indices"]}
     assert not set(found["indices"]) & set(indices)
+
+
+def test_batch_prints_the_source_and_the_index_of_each_example_of_a_mixture(tmp_path, capsys):
+    """And a replay of it, with weights that change, is the same as the recorder says."""
+    script, out = tmp_path / "train.py", tmp_path / "result"
+    serial = "data = iterators.SerialIterator(Data(), 4, seed=1)"
+    assert serial in SCRIPT
+    weights = "weights=lambda count: {'a': 3, 'b': 1} if count < 90 else {'a': 1, 'b': 1}"
+    script.write_text(
+        SCRIPT.replace(serial, f"data = iterators.MixtureIterator({{'a': Data(), 'b': Data()}}, 4, {weights}, seed=1)")
+    )
+    forked.run([str(script), "--out", str(out), "--length", "40", "--recorded"])
+    for iteration, shares in ((2, {"a": 3, "b": 1}), (38, {"a": 2, "b": 2})):
+        assert main(["batch", str(out), str(iteration), str(script)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        names = re.findall(r"(?:^| )([ab])\[\d+\](?= |$)", lines[0])
+        assert (len(lines[0].split()), {name: names.count(name) for name in "ab"}) == (4, shares)
+        assert f"the same as the recorder says in {iteration - 25 if iteration > 25 else iteration} iteration" in lines[1]
 
 
 def test_bisect_names_the_iteration_and_the_batch_of_an_example_that_is_too_large(place, capsys):

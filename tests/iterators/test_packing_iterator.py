@@ -1,7 +1,9 @@
 """PackingIterator packs documents into rows: each token once a pass, documents apart, through any resume."""
 
 import random
+import re
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,6 +115,56 @@ def test_cut_anywhere_no_token_is_lost_or_comes_twice(split):
             state = iterator.state_dict()
             iterator = make(kind)
             iterator.load_state_dict(state)
+
+
+def page():
+    """The names that the blocks of Python of the page define."""
+    text = (Path(__file__).parents[2] / "docs" / "several-sources.md").read_text()
+    names = {}
+    for block in re.findall("```python\n(.*?)```", text, re.DOTALL):
+        exec(block, names)
+    return names
+
+
+def test_the_model_of_the_page_computes_of_packed_documents_what_it_computes_of_each():
+    """The loss and the gradients, up to rounding: attention stays inside, and no first token is a target."""
+    names, data = page(), [document % 50 for document in documents(30, 60)]
+    torch.manual_seed(0)
+    model = names["Attention"](50, 16, 60).double()
+    (batch,) = PackingIterator(data, 64, 100, split=False, repeat=False)
+    packed = model(**{name: torch.from_numpy(column) for name, column in batch.columns.items()})
+    packed["loss"].backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    total, losses = sum(len(document) - 1 for document in data), 0.0
+    for document in data:
+        ids = torch.from_numpy(document)[None]
+        if ids.shape[1] > 1:
+            alone = model(ids, torch.zeros_like(ids), torch.arange(ids.shape[1])[None])
+            loss = alone["loss"] * alone["weight"] / total
+            loss.backward()
+            losses += loss.item()
+    assert packed["weight"] == total
+    assert packed["loss"].item() == pytest.approx(losses)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_the_other_masks_of_the_page_are_the_same():
+    """That of FlexAttention, and the places where documents begin."""
+    names = page()
+    columns = next(PackingIterator(documents(30, 60), 64, 3)).columns
+    ids = torch.from_numpy(columns["document_ids"])
+    expected = (ids[:, :, None] == ids[:, None]).tril()
+    mask = names["document_mask"](ids)
+    places = torch.arange(64)
+    seen = mask.mask_mod(torch.arange(3)[:, None, None], None, places[None, :, None], places[None, None])
+    assert torch.equal(seen, expected)
+    ends = names["beginnings"](ids).tolist()
+    firsts = [
+        row * 64 + place for row in range(3) for place in range(64) if not place or ids[row, place] != ids[row, place - 1]
+    ]
+    assert ends == [*firsts, 3 * 64]
 
 
 def test_documents_in_any_form_are_packed():

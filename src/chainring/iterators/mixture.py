@@ -439,6 +439,9 @@ class MixtureIterator(MultiprocessIterator):
             numbers.append(segments[0][1])
         return np.concatenate(numbers) if left == 0 else None
 
+    def names_of(self, indices: Indices) -> list[Any]:
+        return [f"{name}[{index}]" for name, index in self.sources.locate(indices)]
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_blocks": {}}
 

@@ -206,6 +206,10 @@ class IndexedIterator(Iterator):
             order, position = order + 1, 0
         return indices[1] if len(indices) == 2 else np.concatenate(indices)
 
+    def names_of(self, indices: Indices) -> list[Any]:
+        """Return how examples are shown to a person: by their indices in the dataset."""
+        return indices.tolist()
+
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         indices = self.indices_since(start, stop)
         return None if indices is None else digest(np.ascontiguousarray(indices, "<i8"))

@@ -427,10 +427,10 @@ class BatchIndices:
                 indices = self._passes[id(iterator)].since(batch_end)
             elif isinstance(iterator, IndexedIterator) and is_undone:
                 batches = islice(copy.copy(iterator).iterate_segments(), self._accumulate)
-                indices = [index for batch in batches for _, segment in batch for index in segment.tolist()]
+                indices = [name for batch in batches for _, segment in batch for name in iterator.names_of(segment)]
             elif isinstance(iterator, IndexedIterator):
                 since = iterator.indices_since(batch_end)
-                indices = None if since is None else [int(index) for index in since]
+                indices = None if since is None else iterator.names_of(since)
             if indices:
                 taken[name] = indices
             elif before is None or after is None:
