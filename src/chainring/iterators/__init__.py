@@ -9,13 +9,13 @@ from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.iterators.mixture import MixtureIterator
 from chainring.iterators.multiprocess import MultiprocessIterator
 from chainring.iterators.packing import PackingIterator
-from chainring.iterators.samplers import BucketOrderSampler, NoRepeatOrderSampler, WeightedOrderSampler
+from chainring.iterators.samplers import BucketOrderSampler, NoRepeatOrderSampler, TokenOrderSampler, WeightedOrderSampler
 from chainring.iterators.serial import SerialIterator
 
 __all__ = [
     "Batch", "BucketOrderSampler", "FunctionIterator", "Iterator", "LoaderIterator", "MixtureIterator",
-    "MultiprocessIterator", "NoRepeatOrderSampler", "PackingIterator", "SerialIterator", "WeightedOrderSampler",
-    "as_iterator", "epoch_order",
+    "MultiprocessIterator", "NoRepeatOrderSampler", "PackingIterator", "SerialIterator", "TokenOrderSampler",
+    "WeightedOrderSampler", "as_iterator", "epoch_order",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -60,6 +60,70 @@ class BucketOrderSampler:
         return rows[epoch_order(stable_hash("batches", seed), epoch, batches)].reshape(total)
 
 
+class TokenOrderSampler:
+    """Order sampler whose batches have a number of tokens at most, so that long examples come in small batches.
+
+    Each epoch is shuffled and cut into pools; a pool is sorted by length and cut into batches, each as large as it may be,
+    and the batches come in random order. Each example comes once an epoch. The batch size of the iterator is the most
+    examples in a batch, and no batch crosses the end of an epoch. Means are weighted by the examples of each batch, or by
+    the ``"weight"`` that a model returns, such as its number of tokens.
+
+    Args:
+        lengths: the length of each example, in tokens; an array, a tensor or a list.
+        max_tokens: the most tokens in a batch.
+        padded: True to count a batch as it is padded: its longest example times their number. ``False`` counts the tokens
+            themselves, of examples that are joined.
+        pool: about how many batches are sorted together. A larger pool needs less padding, a smaller one shuffles better.
+
+    Raises:
+        ValueError: the lengths are not such numbers, ``max_tokens`` or ``pool`` is below 1, or an example is longer than
+            ``max_tokens``.
+
+    Example::
+
+        SerialIterator(dataset, 256, order_sampler=TokenOrderSampler([len(text) for text in dataset], 4096))
+    """
+
+    def __init__(self, lengths: ArrayLike | torch.Tensor, max_tokens: int, *, padded: bool = True, pool: int = 100) -> None:
+        self.lengths = _to_column("lengths", lengths).astype(np.float64)
+        self.max_tokens = require_integer("max_tokens", max_tokens, 1)
+        self.padded, self.pool = padded, require_integer("pool", pool, 1)
+        if len(longer := np.flatnonzero(self.lengths > max_tokens)):
+            raise ValueError(
+                f"every example fits into a batch, and example {longer[0]} has {self.lengths[longer[0]]:g} tokens for "
+                f"max_tokens={max_tokens}; raise it, or cut the example or leave it out"
+            )
+        self._last: tuple[tuple[int, int], tuple[Indices, Indices]] | None = None
+
+    def __call__(self, seed: int, epoch: int, size: int) -> Indices:
+        """Return the indices of an epoch, batch after batch."""
+        return self._cut(seed, epoch, size)[0]
+
+    def batch_ends(self, seed: int, epoch: int, size: int) -> Indices:
+        """Return the position after each batch of an epoch."""
+        return self._cut(seed, epoch, size)[1]
+
+    def _cut(self, seed: int, epoch: int, size: int) -> tuple[Indices, Indices]:
+        _check_size("lengths", self.lengths, size)
+        if self._last is None or self._last[0] != (seed, epoch):
+            order = epoch_order(seed, epoch, size)
+            a_batch = self.max_tokens / max(float(self.lengths.mean()), 1) if size else 1
+            pools = np.arange(size) // max(int(self.pool * a_batch), 1)
+            order = order[np.lexsort((self.lengths[order], pools))]
+            firsts, used, count, longest = [0] * (size > 0), 0.0, 0, 0.0
+            for position, length in enumerate(self.lengths[order].tolist()):
+                longest = max(longest, length)
+                used, count = used + length, count + 1
+                if (longest * count if self.padded else used) > self.max_tokens:
+                    firsts.append(position)
+                    used, count, longest = length, 1, length
+            batches = np.split(order, firsts[1:])
+            batches = [batches[index] for index in epoch_order(stable_hash("batches", seed), epoch, len(batches))]
+            ends = np.cumsum(list(map(len, batches)), dtype=np.int64)
+            self._last = (seed, epoch), (np.concatenate([order[:0], *batches]), ends)
+        return self._last[1]
+
+
 class WeightedOrderSampler:
     """Order sampler that draws examples with probabilities proportional to their weights, for example to balance classes.
 

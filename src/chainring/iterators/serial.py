@@ -31,7 +31,10 @@ from chainring.iterators.base import Iterator, counters_of, not_the_end
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
 
 OrderSampler = Callable[[int, int, int], ArrayLike]
-"""``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""
+"""``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch.
+
+A sampler whose batches vary in size also has ``batch_ends(seed, epoch, dataset_size)``, the position after each of them.
+"""
 
 _BLOCK_SIZE = 65_536  # positions of an order that are computed at once
 _MARKED = 64  # indices by which an order is known again
@@ -42,6 +45,9 @@ OrderKey = tuple[int, int]
 
 Segment = tuple[OrderKey, Indices]
 """The examples of a batch that are in one epoch: the key of its order, and their indices."""
+
+
+_NO_BLOCK: tuple[OrderKey, int, int, Indices] = (0, -1), 0, 0, np.empty(0, np.int64)
 
 
 class IndexedIterator(Iterator):
@@ -80,6 +86,7 @@ class IndexedIterator(Iterator):
         self.repeat = repeat
         self.shuffle = shuffle is None or bool(shuffle)
         self.order_sampler = order_sampler
+        self._batch_size_is_known = not hasattr(order_sampler, "batch_ends")
         self._orders = EpochOrders(self.dataset, self.shuffle, order_sampler, None if seed is None else int(seed))
         # What is to be told of each epoch is not gathered at once: a batch may cross the end of one.
         members = members_of(self.dataset)
@@ -147,6 +154,9 @@ class IndexedIterator(Iterator):
         missing = self.batch_size if orders.size else 0
         while missing and (self.repeat or epoch == 0):
             stop = min(orders.size, position + missing)
+            if orders.has_ends:  # of batches, which are not filled up
+                stop = min(stop, orders.end_of_batch(epoch, position))
+                missing = stop - position
             segments.append(orders.segment(epoch, position, stop))
             missing -= stop - position
             epoch, position = (epoch + 1, 0) if stop == orders.size else (epoch, stop)
@@ -208,7 +218,7 @@ class IndexedIterator(Iterator):
 
     def names_of(self, indices: Indices) -> list[Any]:
         """Return how examples are shown to a person: by their indices in the dataset."""
-        return indices.tolist()
+        return list(indices.tolist())
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         indices = self.indices_since(start, stop)
@@ -267,7 +277,7 @@ class SerialIterator(IndexedIterator):
 
     Args:
         dataset: anything with ``__len__`` and ``__getitem__``.
-        batch_size: examples in a batch, over all ranks.
+        batch_size: examples in a batch, over all ranks; the most, with a sampler whose batches vary in size.
         repeat: True to continue with the next epoch. Then every batch is full: one that crosses the end of an epoch
             takes the rest from the next. Otherwise the last batch may be short, and after it there is none.
         shuffle: True if each epoch has its own order, ``None`` too, as in Chainer; ``False`` for that of the indices.
@@ -316,6 +326,7 @@ class EpochOrders:
 
     def __init__(self, dataset: Dataset, shuffle: bool, sampler: OrderSampler | None, seed: int | None) -> None:
         self._dataset, self._shuffle, self._sampler = dataset, shuffle, sampler
+        self.has_ends = hasattr(sampler, "batch_ends")
         self.begin(seed, (seed, 0), 0)
         self.size = self._dataset_size = size_of(dataset)
         self._block_size = _BLOCK_SIZE
@@ -343,7 +354,7 @@ class EpochOrders:
         self.seed, self.earlier, self.first = seed, earlier, first
         # Key, first position, end and indices of the newest block, and if it is not large of the one before, since a
         # Recorder asks for the epoch that has just ended.
-        self.blocks: list[tuple[OrderKey, int, int, Indices]] = [((0, -1), 0, 0, np.empty(0, np.int64))]
+        self.blocks = [_NO_BLOCK]
 
     def key_of(self, epoch: int) -> OrderKey:
         order, (earlier_seed, switch) = self.first + epoch, self.earlier
@@ -378,8 +389,20 @@ class EpochOrders:
             block = epoch_order(*key, self._dataset_size, first, last)
         else:
             block = np.arange(first, last)
-        self.blocks = [(key, first, last, block), *[old for old in self.blocks[:1] if len(old[-1]) <= _BLOCK_SIZE]]
+        newest = [(key, first, last, block), *[old for old in self.blocks[:1] if len(old[-1]) <= _BLOCK_SIZE]]
+        self.blocks = [_NO_BLOCK, newest[0]] if self.has_ends else newest  # a batch of any size is inside of none
         return key, block[start - first : stop - first]
+
+    def end_of_batch(self, epoch: int, position: int) -> int:
+        """Return the position after the batch at a position of an epoch, by its sampler."""
+        ends = np.asarray(self._sampler.batch_ends(*self.key_of(epoch), self._dataset_size))  # type: ignore[union-attr]
+        after = int(ends.searchsorted(position, "right"))
+        if after == len(ends):
+            raise ValueError(
+                f"batch_ends of {_name_of(self._sampler)} are the positions after the batches, up to {self.size} at the end "
+                f"of the epoch; got none after {position}"
+            )
+        return int(ends[after])
 
     def _sample(self, sampler: OrderSampler, seed: int, epoch: int, trial: int = 0) -> Indices:
         with preserve_host_rng():
