@@ -126,12 +126,26 @@ def drawn(index):
     return x, (x.sum(1) * 10).long() % 3
 
 
+def of_rows(columns):
+    """Inputs of the network, and labels, of packed rows."""
+    return columns["input_ids"].astype(np.float32), columns["document_ids"].max(1) % 3
+
+
 ITERATORS = {
     "FunctionIterator": {"iterate": lambda data: iterators.FunctionIterator(drawn, 4)},
     "Iterator": {"iterate": lambda data: EndlessDigits()},
     "LoaderIterator": {"iterate": lambda data: iterators.LoaderIterator(batches)},
     "LoaderIterator: an epoch of another length": {
         "iterate": lambda data: iterators.LoaderIterator(batches, epoch_length=3)
+    },
+    "MixtureIterator": {
+        "iterate": lambda data: iterators.MixtureIterator(
+            {"first": data, "second": Noisy()}, BATCH, weights=lambda count: {"first": 1 + count / 9, "second": 2}
+        )
+    },
+    "PackingIterator": {
+        "iterate": lambda data: iterators.PackingIterator([np.arange(1 + n) for n in range(7)], 4, BATCH, separator=9),
+        "converter": lambda batch, device: tuple(map(torch.from_numpy, of_rows(batch.columns))),
     },
     "MultiprocessIterator": {"iterate": lambda data: iterators.MultiprocessIterator(data, BATCH, n_processes=2)},
     "SerialIterator": {"iterate": lambda data: iterators.SerialIterator(data, BATCH, seed=3)},
@@ -151,6 +165,7 @@ class EndlessDigits(iterators.Iterator):
     def __next__(self):
         self.number += 1
         x = torch.full((BATCH, 4), self.number / 10)
+    "TokenOrderSampler": sampled(lambda n: iterators.TokenOrderSampler(np.arange(n) % 5 + 1, 12)),
         return iterators.Batch(columns=(x, torch.arange(BATCH) % 3), length=BATCH)
 
     def serialize(self, serializer):
@@ -268,6 +283,6 @@ PARTS = {
 APART = {
     "CIFAR10", "CIFAR100", "FASHION_MNIST", "MNIST", "RemoteFiles", "get_cifar10", "get_cifar100", "get_fashion_mnist",
     "get_mnist",  # a TupleDataset, once it is downloaded
-    "Interrupted", "NonNumberError", "RollBack",  # end a run
+    "CorruptionError", "Interrupted", "NonNumberError", "RollBack",  # end a run
     "PRIORITY_EDITOR", "PRIORITY_READER", "PRIORITY_WRITER",  # numbers
 }  # fmt: skip
