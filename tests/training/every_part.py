@@ -165,7 +165,6 @@ class EndlessDigits(iterators.Iterator):
     def __next__(self):
         self.number += 1
         x = torch.full((BATCH, 4), self.number / 10)
-    "TokenOrderSampler": sampled(lambda n: iterators.TokenOrderSampler(np.arange(n) % 5 + 1, 12)),
         return iterators.Batch(columns=(x, torch.arange(BATCH) % 3), length=BATCH)
 
     def serialize(self, serializer):
@@ -180,6 +179,7 @@ SAMPLERS = {
     "Batch": {"update": Plain},  # whose examples are taken one by one
     "BucketOrderSampler": sampled(lambda n: iterators.BucketOrderSampler(np.arange(n) % 5, BATCH, pool=2)),
     "NoRepeatOrderSampler": sampled(lambda n: iterators.NoRepeatOrderSampler(BATCH)),
+    "TokenOrderSampler": sampled(lambda n: iterators.TokenOrderSampler(np.arange(n) % 5 + 1, 12)),
     "WeightedOrderSampler": sampled(lambda n: iterators.WeightedOrderSampler(np.arange(n) + 1)),
     "epoch_order": sampled(lambda n: iterators.epoch_order),
 }
