@@ -15,6 +15,7 @@ from interrupted import BATCH, letters, loss_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from chainring import datasets, iterators, report, training
+from chainring.converters import concat_examples
 from resume_program import Net, Noisy
 
 
@@ -126,9 +127,10 @@ def drawn(index):
     return x, (x.sum(1) * 10).long() % 3
 
 
-def of_rows(columns):
+def of_rows(batch, device):
     """Inputs of the network, and labels, of packed rows."""
-    return columns["input_ids"].astype(np.float32), columns["document_ids"].max(1) % 3
+    columns = concat_examples(batch, device)
+    return columns["input_ids"].float(), columns["document_ids"].amax(1) % 3
 
 
 ITERATORS = {
@@ -145,7 +147,7 @@ ITERATORS = {
     },
     "PackingIterator": {
         "iterate": lambda data: iterators.PackingIterator([np.arange(1 + n) for n in range(7)], 4, BATCH, separator=9),
-        "converter": lambda batch, device: tuple(map(torch.from_numpy, of_rows(batch.columns))),
+        "converter": of_rows,
     },
     "MultiprocessIterator": {"iterate": lambda data: iterators.MultiprocessIterator(data, BATCH, n_processes=2)},
     "SerialIterator": {"iterate": lambda data: iterators.SerialIterator(data, BATCH, seed=3)},
