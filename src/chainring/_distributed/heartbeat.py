@@ -172,10 +172,10 @@ class Heartbeat:
             self._inquire()
         return None if self.failure is None else self.failure.text
 
-    def find_silent(self) -> list[int]:
-        """Ask all ranks for their records; return those that do not answer, none if another rank asks just now."""
-        records = self._store.call(self._ask, 3 * _ANSWER) or {}
-        return [rank for rank, record in records.items() if record.state]
+    def find_silent(self) -> list[int] | None:
+        """Ask all ranks for their records; return those that do not answer, ``None`` if another rank asks just now."""
+        records = self._store.call(self._ask, 3 * _ANSWER)
+        return None if records is None else [rank for rank, record in records.items() if record.state]
 
     def wait_for_others(self) -> None:
         """Let rank 0 stay until all ranks have received what was published, a few seconds at most."""

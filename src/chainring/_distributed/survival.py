@@ -14,6 +14,7 @@ import json
 import pickle
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -45,6 +46,7 @@ from chainring._messages import mute
 _LOSS, _SILENT, _LEADER, _MEMBERS = "chainring/loss", "chainring/silent", "leader", "members"  # keys of the store
 _SLICE = timedelta(seconds=0.25)  # of a wait, after which a rank looks whether others have lost one
 _PATIENCE = 12.0  # seconds of waiting after which the others are asked whether they still run, which takes 3
+_QUESTIONS = 3  # in a row that a rank leaves without an answer, on a machine that may be overloaded, before it is lost
 _FORMING = -1  # stands for the number of an exchange while a group is formed
 _PAUSE = 0.01  # seconds between two looks at the store while a group is formed
 _LARGEST_GIFT = 1 << 20  # bytes of what was gathered in an update, whose sums are computed again
@@ -65,7 +67,8 @@ class _Processes:
 
     def __init__(self) -> None:
         self.known: list[tuple[Process, str]] = []  # with their hosts
-        self.silent: set[int] = set()  # ranks that have not answered
+        self.silent: set[int] = set()  # ranks that have not answered, however often they were asked
+        self._unanswered = Counter[int]()  # by rank, how many of the last questions
         self._next_question = 0.0
 
     def is_gone(self, who: int) -> bool:
@@ -75,7 +78,11 @@ class _Processes:
     def ask(self, round_: _Round, began: float) -> None:
         """Ask the ranks of a round whether they still run, if this one has waited for long."""
         if time.monotonic() > max(began + _PATIENCE, self._next_question):
-            self.silent |= {round_.members[rank] for rank in round_.heartbeat.find_silent()}
+            if (silent := round_.heartbeat.find_silent()) is not None:
+                self._unanswered = Counter(
+                    {who: self._unanswered[who] + 1 for who in map(round_.members.__getitem__, silent)}
+                )
+                self.silent |= {who for who, count in self._unanswered.items() if count >= _QUESTIONS}
             self._next_question = time.monotonic() + _PATIENCE / 4
 
     def wait_for(self, work: Any, round_: _Round, waiting: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -92,7 +92,7 @@ class PackingIterator(Iterator):
 
     def __init__(
         self,
-        dataset: Dataset | IndexedIterator,
+        dataset: Dataset | Iterator,
         length: int,
         batch_size: int,
         *,

@@ -166,8 +166,6 @@ class StandardUpdater(Updater):
 
     Attributes:
         callbacks: the `UpdateCallbacks`, to which an extension may add its own.
-        faults: with ``audit``, what it has found in this run, each with its ``"iteration"``, ``"rank"``, ``"host"``,
-            ``"device"``, ``"tensor"`` and ``"virtual rank"``.
 
     Raises:
         TypeError: an iterator, an optimizer or a model has the wrong type.
@@ -582,7 +580,9 @@ class StandardUpdater(Updater):
 
     reported_weights = property(attrgetter("_scheme.reported_weights"))
     balance = property(attrgetter("_scheme.balance"))
-    faults = property(attrgetter("_scheme.audit.faults"))
+    faults = property(
+        attrgetter("_scheme.audit.faults"), doc="What audits found: each with iteration, rank, host, device, tensor."
+    )
 
     @property
     def audit(self) -> int:
