@@ -581,7 +581,7 @@ class StandardUpdater(Updater):
     reported_weights = property(attrgetter("_scheme.reported_weights"))
     balance = property(attrgetter("_scheme.balance"))
     faults = property(
-        attrgetter("_scheme.audit.faults"), doc="What audits found: each with iteration, rank, host, device, tensor."
+        attrgetter("_scheme.audit.faults"), doc="What audits found, each with iteration, rank, host, device, tensor."
     )
 
     @property
