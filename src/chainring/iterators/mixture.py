@@ -339,8 +339,9 @@ class MixtureIterator(MultiprocessIterator):
         owners, count = Shares.of(anchor.weights).sources(since, longest), len(since)
         rows_of = [np.flatnonzero(owners == source) for source in range(count)]
         length, weights = longest, anchor.weights
+        ends = [before + size for before, size in zip(self._start, self.sources.sizes, strict=True)]
         if not self.repeat:  # up to the first example that is not there
-            left = [end - given for end, given in zip(self._ends(), anchor.given, strict=True)]
+            left = [end - given for end, given in zip(ends, anchor.given, strict=True)]
             length = min([length, *(int(rows[n]) for rows, n in zip(rows_of, left, strict=True) if len(rows) > n)])
         numbers, given = np.empty(longest, np.int64), []
         for source, rows in enumerate(rows_of):
@@ -348,7 +349,7 @@ class MixtureIterator(MultiprocessIterator):
             given.append(anchor.given[source] + int(np.searchsorted(rows, length)))
         following = Anchor(anchor.position + length, tuple(given), anchor.changed_at, weights)
         if length < longest:
-            ended = [count == end for count, end in zip(given, self._ends(), strict=True)]
+            ended = [count == end for count, end in zip(given, ends, strict=True)]
             nothing = Fraction(0)
             weights = tuple(
                 nothing if has_ended or not self.drop_finished else weight
@@ -362,10 +363,6 @@ class MixtureIterator(MultiprocessIterator):
         """Return where the stream begins."""
         weights = self._ratios(self._ask(0)) if self._given is None else self._given
         return Anchor(0, self._start, self._start, weights)
-
-    def _ends(self) -> list[int]:
-        """Return how many examples each source has given at the end of a stream without repeats."""
-        return [before + size for before, size in zip(self._start, self.sources.sizes, strict=True)]
 
     def _anchor(self, at: Place | None = None) -> Anchor:
         """Return an anchor at a place, by default at this one."""

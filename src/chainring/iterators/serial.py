@@ -85,7 +85,6 @@ class IndexedIterator(Iterator):
         self.dataset: Any = by_position(dataset)
         self.repeat = repeat
         self.shuffle = shuffle is None or bool(shuffle)
-        self.order_sampler = order_sampler
         self._batch_size_is_known = not hasattr(order_sampler, "batch_ends")
         self._orders = EpochOrders(self.dataset, self.shuffle, order_sampler, None if seed is None else int(seed))
         # What is to be told of each epoch is not gathered at once: a batch may cross the end of one.
