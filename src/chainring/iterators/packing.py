@@ -168,10 +168,12 @@ class PackingIterator(Iterator):
         self._restore_counters()
 
     def mark(self) -> Any:
+        """Return this position, for `return_to` after a failed update."""
         self._take_up_saved()
         return counters_of(self), self.at, self.source.mark()
 
     def return_to(self, mark: Any) -> None:
+        """Go back to a position that `mark` returned: the rows since then will be returned again."""
         counters, self.at, of_source = mark
         self.source.return_to(of_source)
         self._restore_counters(counters)
