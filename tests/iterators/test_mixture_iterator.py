@@ -113,6 +113,15 @@ def test_without_repeats_it_ends_with_the_first_source_or_goes_on_with_the_other
     assert len(taken(iterator, 1000)) == len(values)
 
 
+def test_a_source_that_has_ended_is_no_change_of_the_weights():
+    """A function that returns the same weights gives what the weights themselves give, to the end."""
+    data, weights = sources([30, 100, 61]), {"s0": 2, "s1": 2, "s2": 1}
+    settings = {"repeat": False, "drop_finished": True, "seed": 0}
+    whole = taken(MixtureIterator(data, 7, weights=weights, **settings), 1000)
+    asked = taken(MixtureIterator(data, 7, weights=lambda count: weights, **settings), 1000)
+    assert asked.tolist() == whole.tolist()
+
+
 def test_cut_anywhere_it_goes_on_with_the_same_examples():
     """200 cuts, on 1 to 5 ranks, with other weights at half of them: nothing is lost, and nothing comes twice."""
     drawn = random.Random(2)

@@ -318,7 +318,11 @@ class MixtureIterator(MultiprocessIterator):
         anchor, offset = at
         if self._function is not None:
             anchor, offset = self._anchor(at), 0
-            anchor = _changed(anchor, self._ratios(self._ask(anchor.position)))
+            weights = self._ratios(self._ask(anchor.position))
+            if not self.repeat:  # what has ended stays out, and is no change
+                rows = zip(weights, anchor.given, self._start, self.sources.sizes, strict=True)
+                weights = tuple(weight if count < first + size else Fraction(0) for weight, count, first, size in rows)
+            anchor = _changed(anchor, weights)
         pieces, missing = [], self.batch_size if length is None else length
         while missing and any(anchor.weights):
             numbers, following = self._block_after(anchor)
