@@ -140,8 +140,11 @@ def test_update_of_virtual_ranks_leaves_nothing_on_the_device_until_the_collecto
     try:
         updater.update()
         before = torch.cuda.memory_allocated()
-        updater.update()
-        assert torch.cuda.memory_allocated() == before
+        for _ in range(10):
+            updater.update()
+        # Autograd's thread of the device gives back the graph of the last update a moment after `backward` returns.
+        batch = 512 * (32 * 4 + 8)
+        assert torch.cuda.memory_allocated() - before < 2 * batch
     finally:
         gc.enable()
 
