@@ -13,7 +13,7 @@ from typing import Any
 
 from chainring._messages import printable
 from chainring._version import __version__
-from chainring.cli import bisect, diff, export, inspect, replay, report, verify_resume
+from chainring.cli import average, bisect, diff, export, inspect, replay, report, verify_resume
 from chainring.cli._common import add_command, help_formatter
 from chainring.serializers._store import CorruptError, NewerFormat
 
@@ -28,6 +28,7 @@ examples:
   chainring inspect result                 show the newest snapshot
   chainring verify result                  verify it, after a copy say
   chainring export result mlp.safetensors  the model, for any program
+  chainring average result other mlp.safetensors             the mean of two
   chainring verify-resume train.py -e 3    kill, resume and compare
   chainring diff result other              where two runs part
   chainring replay result --to 48123 train.py                any iteration
@@ -80,7 +81,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (report, inspect, verify_resume, diff, replay, bisect, export):
+    for module in (report, inspect, verify_resume, diff, replay, bisect, export, average):
         module.add_to(commands)
     purpose = "the completion of these commands in a shell"
     completion = add_command(commands, "completion", _complete, purpose, _COMPLETION, prints_json=False)

@@ -68,9 +68,8 @@ def run(options: argparse.Namespace) -> None:
     saved = located[0]
     if is_url(target) and form in ("hf", "dcp"):
         raise ValueError(f"{form} is a directory, which is written to the disk; give a path, and copy it to {target}")
-    if is_file(target) or find_snapshot(target).exists() if is_url(target) else os.path.lexists(target):
-        raise FileExistsError(f"{target} exists and is not overwritten; give another name")
-    model, entries = _read_model(saved, options.model)
+    require_new(target)
+    model, entries = read_model(saved, options.model)
     tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
     left_out = sorted(name for name, value in entries.items() if value is None)
     if not is_url(target):
@@ -86,8 +85,17 @@ def run(options: argparse.Namespace) -> None:
     show(options, facts, map(printable, lines))
 
 
-def _read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the name of a model in a snapshot, by default of the only or the main one, and its entries."""
+def require_new(target: str) -> None:
+    """Raise FileExistsError if there is anything at a path or an address."""
+    if is_file(target) or find_snapshot(target).exists() if is_url(target) else os.path.lexists(target):
+        raise FileExistsError(f"{target} exists and is not overwritten; give another name")
+
+
+def read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the name of a model in a snapshot, by default of the only or the main one, and its entries.
+
+    A parameter that a snapshot without frozen parameters left out is ``None``.
+    """
     module_state = saved.read_manifest().about.get("own state of modules")  # beside parameters and buffers
     left_out = set(map(str, module_state)) if isinstance(module_state, list) else set()
     with opened_state(saved) as whole:

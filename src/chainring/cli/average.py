@@ -1,0 +1,123 @@
+"""``chainring average SNAPSHOT... PLACE``: write the mean of the models of snapshots, a "model soup"."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chainring._files import is_url
+from chainring._messages import printable
+from chainring._places.base import StoredFile
+from chainring._runs.finished import describe_file, is_model, locate
+from chainring.cli._common import add_command, show
+from chainring.cli.export import read_model, require_new
+from chainring.serializers import _safetensors
+from chainring.serializers._saving import save_tensors
+from chainring.serializers._values import find_aliases
+
+_HELP = """
+Write the mean of the models of several snapshots, without their code: as one
+file, which serializers.load and every reader of safetensors take. Parameters
+and buffers of floating-point numbers are added in float64 and have the dtype
+of the last snapshot; all other buffers, such as counters, are those of the
+last. So are not estimated anew the running statistics of BatchNorm: see
+torch.optim.swa_utils.update_bn. Files that serializers.save has written for a
+model are taken in place of snapshots. What exists is not overwritten.
+
+examples:
+  chainring average result/snapshot_iter_{8000,9000,10000} mean.safetensors
+  chainring average first second mean.safetensors      the newest of two runs
+  chainring average a b mean.safetensors --weights 3 1
+
+exit status:
+  0  it is written
+  1  a snapshot is damaged
+  2  the models differ in more than their numbers, or PLACE exists"""
+
+
+def add_to(commands: Any) -> None:
+    parser = add_command(commands, "average", run, "write the mean of the models of snapshots", _HELP)
+    text = "a snapshot, a model's file, or the directory of a run, for its newest snapshot"
+    parser.add_argument("snapshots", nargs="+", metavar="SNAPSHOT", help=text)
+    parser.add_argument("place", metavar="PLACE", help="the file to write")
+    parser.add_argument("--model", metavar="NAME", help="name of the model, where there are several (default: main)")
+    text = "a number for each snapshot, of which the mean is taken with these weights (default: all alike)"
+    parser.add_argument("--weights", nargs="+", type=float, metavar="W", help=text)
+
+
+def run(options: argparse.Namespace) -> None:
+    sources, target = options.snapshots, options.place
+    weights = [1.0] * len(sources) if options.weights is None else options.weights
+    if len(sources) < 2:
+        raise ValueError(f"a mean is of two or more snapshots, got {sources[0]}; the directory of a run is its newest alone")
+    if len(weights) != len(sources):
+        raise ValueError(f"--weights has a number for each of the {len(sources)} snapshots, got {len(weights)}")
+    if not all(0 <= weight < math.inf for weight in weights) or not 0 < sum(weights) < math.inf:
+        raise ValueError(f"weights are finite numbers of 0 or more, not all 0, got {' '.join(map(str, weights))}")
+    require_new(target)
+    sums: dict[str, Tensor] = {}
+    models: list[_Model] = []
+    for source, weight in zip(sources, weights, strict=True):
+        last, tensors = _read(source, options.model)
+        if models:
+            last.check_against(models[0])
+        models.append(last)
+        for key, tensor in tensors.items():
+            if tensor.is_floating_point() or tensor.is_complex():
+                term = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) * weight
+                sums[key] = sums[key].add_(term) if key in sums else term
+    means = {key: total.div_(sum(weights)).to(tensors[key].dtype) for key, total in sums.items()}
+    mean = {key: means.get(last.ties[key], tensor) for key, tensor in tensors.items()}
+    if not is_url(target):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+    save_tensors(target, mean)
+    names = [model.name for model in models]
+    facts = {"file": target, "of": names, "weights": weights, "tensors": sorted(mean), "averaged": sorted(sums)}
+    lines = [f"{target}: the mean of {len(names)} models, {len(sums)} of {len(mean)} tensors averaged"]
+    lines += [f"  {name}, weight {weight / sum(weights):.4g}" for name, weight in zip(names, weights, strict=True)]
+    if left_out := last.left_out:
+        text = f"{last.name} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
+        lines.insert(0, text)
+    show(options, facts | {"left_out": left_out}, map(printable, lines))
+
+
+class _Model(NamedTuple):
+    """What is compared of a model before its numbers are added."""
+
+    name: str  # of the snapshot or file
+    shapes: dict[str, tuple[int, ...]]
+    ties: dict[str, str]  # by the name of a tensor that of the first that is the same memory
+    left_out: list[str]  # parameters that were frozen and are not in it
+
+    def check_against(self, first: _Model) -> None:
+        """Raise unless the mean of both is a model."""
+        if differing := sorted(first.shapes.keys() ^ self.shapes.keys()):
+            has, lacks = (first, self) if differing[0] in first.shapes else (self, first)
+            raise ValueError(f"{has.name} has {differing[0]}, and {lacks.name} has not: they are of different models")
+        for key, shape in self.shapes.items():
+            if shape != first.shapes[key]:
+                shapes = f"{list(first.shapes[key])} in {first.name} and {list(shape)} in {self.name}"
+                raise ValueError(f"{key} has the shapes {shapes}: a mean is of models of one architecture")
+            if self.ties[key] != first.ties[key]:
+                tied, free = (self, first) if self.ties[key] != key else (first, self)
+                raise ValueError(f"{key} is tied to {tied.ties[key]} in {tied.name}, and not in {free.name}")
+
+
+def _read(source: str, model: str | None) -> tuple[_Model, dict[str, Tensor]]:
+    located = locate(source)
+    if not isinstance(located, StoredFile):
+        name = str(located[0])
+        _, entries = read_model(located[0], model)
+    elif is_model(located) and model is None:
+        name, entries = source, dict(_safetensors.read(located))
+    else:
+        raise ValueError(f"{source} is {'of one model: leave out --model' if is_model(located) else describe_file(located)}")
+    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+    left_out = sorted(key for key, value in entries.items() if value is None)
+    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+    return _Model(name, shapes, find_aliases(tensors), left_out), tensors
