@@ -184,14 +184,15 @@ class Measured(Communicator):
 
 
 def deals_of(measurements, updates, count=COUNT):
-    """The deals after each of so many updates."""
+    """The deals after each of so many updates, by which the next is computed."""
     balance, deal, deals = Balance(Measured(measurements), torch.device("cpu"), True), Deal.even(2, count), []
-    for _ in range(updates):
-        balance.begin(deal)
+    for _ in range(updates + 1):
+        deal = balance.begin(deal)
         with balance.computing():
             pass
-        deal = balance.end(deal)
+        balance.end()
         deals.append(deal.bounds)
+    del deals[0]
     return deals
 
 

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -58,19 +59,45 @@ class Dying(torch.utils.data.Dataset):
         return EXAMPLES[i]
 
 
-def run(comm, out, dying=None, at=0):
+class Busy(Classifier):
+    """Takes the longer the higher a rank is."""
+
+    def forward(self, x, t):
+        for _ in range(20 * self.rank):
+            torch.ones(50, 50) @ torch.ones(50, 50)
+        return super().forward(x, t)
+
+
+def run(comm, out, dying=None, at=0, after=None, **settings):
+    """A rank dies when it fetches for the given time, or after an iteration."""
     torch.manual_seed(0)
-    dataset = Dying(at if comm is not None and comm.rank == dying else -1)
-    model = Classifier(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3)))
+    rank = 0 if comm is None else comm.rank
+    dataset = Dying(at if rank == dying else -1)
+    model = Busy(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3)))
+    model.rank = rank
     iterator = iterators.SerialIterator(dataset, 8, shuffle=True, seed=0)
     optimizer = torch.optim.Adam(model.parameters())
-    updater = training.StandardUpdater(iterator, optimizer, model, comm=comm, virtual_ranks=4)
+    updater = training.StandardUpdater(iterator, optimizer, model, comm=comm, **{"virtual_ranks": 4, **settings})
     trainer = training.Trainer(updater, (12, "iteration"), out=str(out))
     trainer.extend(extensions.Evaluator(iterators.SerialIterator(EXAMPLES, 6, repeat=False, shuffle=False), model))
     trainer.extend(extensions.LogReport(trigger=(2, "iteration")))
+    if after is not None:
+        die = partial(os.kill, os.getpid(), signal.SIGKILL if rank == dying else 0)
+        trainer.extend(lambda _: die(), trigger=(after, "iteration"))
     trainer.run()
     if comm is None or comm.is_main:
         torch.save(model.state_dict(), out / "model")
+
+
+def run_by_speed(comm, out, *arguments):
+    run(comm, out, *arguments, balance="speed")
+
+
+def rows_of(out):
+    """Of the log, but for the time."""
+    return [
+        {key: value for key, value in row.items() if key != "elapsed_time"} for row in json.loads((out / "log").read_text())
+    ]
 
 
 @pytest.mark.parametrize("dying", [0, 2])
@@ -81,13 +108,20 @@ def test_the_other_ranks_train_on_to_the_same_bits(tmp_path, dying):
     assert codes == [-signal.SIGKILL if rank == dying else 0 for rank in range(3)]
     expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    logs = [json.loads((tmp_path / name / "log").read_text()) for name in ("alone", "three")]
-    for row in [*logs[0], *logs[1]]:
-        del row["elapsed_time"]
-    assert logs[0] == logs[1]
+    assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "three")
     (begun, again) = json.loads((tmp_path / "three" / "run.json").read_text())["starts"]
     assert "lost" not in begun
     assert again["lost"].startswith(f"rank {dying} (process ")
+
+
+@pytest.mark.parametrize(("at", "after"), [(20, None), (0, 5)], ids=["in an update", "before speeds are exchanged"])
+def test_virtual_ranks_that_are_dealt_by_speed_are_dealt_anew(tmp_path, at, after):
+    """To the same bits too; ranks compare their speeds where an update begins, which is done again like all of it."""
+    run(None, tmp_path / "alone")
+    assert end_of(3, run_by_speed, tmp_path / "three", 0, at, after) == [-signal.SIGKILL, 0, 0]
+    expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "three")
 
 
 def exchange(comm, out):

@@ -69,17 +69,29 @@ class Balance:
     def __init__(self, comm: Communicator, device: torch.device, is_wanted: bool) -> None:
         self._comm, self._device, self._is_wanted = comm, device, is_wanted and comm.size > 1
         self.span: Span | None = None
+        self._ended: Span | None = None  # of the last update, if it was measured and has come to its end
         self._last: Span | None = None  # of the update that was measured before
         self._updates = 0
         self._measured = deque[list[float]](maxlen=_KEPT)  # seconds for a virtual rank, by rank
         self._unchecked = dict[str, Deal]()  # the deal that was told, by the iterator of which no batch was counted since
 
-    def begin(self, deal: Deal) -> None:
-        """Begin an update."""
+    def begin(self, deal: Deal) -> Deal:
+        """Begin an update, if the one before was computed by a deal; return its own, the same on all ranks.
+
+        Ranks exchange here what they have measured in the one before, since they may be lost in any exchange, and what has
+        begun is done again then.
+        """
+        if self._ended is not None:
+            deal = self._deal_by_speed(deal, self._ended)
         self._updates += self._is_wanted
         since = self._updates - _WARM_UP
         is_measured = 0 < since <= _FIRST or (since > 0 and since % _PERIOD == 0)
-        self.span = Span(self._device, len(deal.block(self._comm.rank))) if is_measured else None
+        self.span, self._ended = Span(self._device, len(deal.block(self._comm.rank))) if is_measured else None, None
+        return deal
+
+    def end(self) -> None:
+        """End an update."""
+        self._ended = self.span
 
     @contextmanager
     def computing(self) -> Generator[None]:
@@ -100,12 +112,9 @@ class Balance:
         if self.span is not None and has_computed:
             self.span.begin()
 
-    def end(self, deal: Deal) -> Deal:
-        """End an update that was computed by a deal; return the deal of the next one, the same on all ranks."""
-        if self.span is None:
-            return deal
+    def _deal_by_speed(self, deal: Deal, ended: Span) -> Deal:
         # What an accelerator has measured last is not over yet.
-        span, self._last = (self.span if self._device.type == "cpu" else self._last), self.span
+        span, self._last = (ended if self._device.type == "cpu" else self._last), ended
         ranks = self._comm.gather_object(None if span is None else span.seconds())
         if None in ranks:
             return deal

@@ -275,9 +275,7 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
             )
 
 
-def check_survival(
-    models: Mapping[str, nn.Module], virtual_ranks: int | None, has_own_steps: bool, balance: str, audit: Any
-) -> None:
+def check_survival(models: Mapping[str, nn.Module], virtual_ranks: int | None, has_own_steps: bool, audit: Any) -> None:
     """Refuse what could not go on, or not with the same bits, when ranks are lost."""
     reason = None
     if any(is_sharded(parameter) for model in models.values() for parameter in model.parameters()):
@@ -290,8 +288,6 @@ def check_survival(
             "an interrupted update is computed again of virtual ranks alone so far, and without an update_core or a step "
         )
         reason += "of your own: give StandardUpdater(..., virtual_ranks=)"
-    elif balance != "even":
-        reason = "virtual ranks are dealt by speed after a step so far, when nothing may be exchanged: leave balance out"
     elif list_metrics(models.values()):
         reason = "what a metric object in a model has counted is not put back so far: report a value of each batch"
     elif audit:

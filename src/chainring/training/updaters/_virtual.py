@@ -178,14 +178,14 @@ class VirtualRanks:
         """Compute an update; return its weight, on one rank only: all have what all have reported."""
         if not self._is_started:  # of an updater that no trainer has started
             self.scheme.updater.start()
-        self.balance.begin(self.deal)
+        if (deal := self.balance.begin(self.deal)) != self.deal:
+            self.deal = deal
+            self.balance.tell(deal, self.scheme.iterators)
         if self.scheme.audit is None:
             weight, pins = VirtualUpdate(self, update).run()
         else:
             weight, pins = self.scheme.audit.run(update, lambda: VirtualUpdate(self, update).run())
-        if (deal := self.balance.end(self.deal)) != self.deal:
-            self.deal = deal
-            self.balance.tell(deal, self.scheme.iterators)
+        self.balance.end()
         if self.comm.rank > 0 and not self.comm.survives:  # else any rank may be lost, and each has what counts
             return 0
         update.pins = pins

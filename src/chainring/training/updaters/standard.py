@@ -270,7 +270,7 @@ class StandardUpdater(Updater):
         scheme, comm = self._scheme, self.comm
         if comm.survives:
             has_own_steps = self._overrides("update_core", "step")
-            check_survival(scheme.models, self.virtual_ranks, has_own_steps, scheme.balance, scheme.audit)
+            check_survival(scheme.models, self.virtual_ranks, has_own_steps, scheme.audit)
         has_closures = any(map(needs_closure, scheme.optimizers.values()))
         if has_closures and scheme.precision.scaler and not scheme.has_own_core:
             raise ValueError(NO_FP16)
