@@ -68,19 +68,41 @@ def sums_to_compare(tensors: Sequence[Tensor | None], absent: int, device: torch
 
 
 def _sum_words(tensor: Tensor) -> Any:
-    """Return a sum over a tensor by words of 64 bits, if it has whole ones: a number, or a tensor on an accelerator."""
-    if not tensor.is_floating_point() or tensor.numel() * tensor.element_size() % 8:
-        return sum_whole(tensor)
-    elements = tensor.detach().reshape(-1)
-    if elements.storage_offset() * elements.element_size() % 8:
-        elements = elements.clone()
-    words = elements.view(torch.int64)
-    if not words.is_cpu:
+    """Return a sum over a tensor by words: a number, or a tensor on an accelerator."""
+    words = _words_of(tensor)
+    if not words.is_cpu or words.dtype != torch.int64:
         return _sum_run(words, 0)
     values, factors = words.numpy(), _factors(4 * _ROW, 0, words.device)
     starts = range(0, len(values), len(factors))
     chunks = [values[start : start + len(factors)] for start in starts]
     return sum(int(np.einsum("i,i->", chunk, factors[: len(chunk)])) * (2 * i + 1) for i, chunk in enumerate(chunks))
+
+
+def _words_of(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers of 64 bits, if it has whole ones, and otherwise as smaller ones."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.nbytes % 8:
+        return _as_integers(tensor).reshape(-1)
+    elements = tensor.detach().reshape(-1)
+    if elements.storage_offset() * elements.element_size() % 8:
+        elements = elements.clone()
+    return elements.view(torch.int64)
+
+
+def add_words(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the plain sums of the words of tensors on a device, by one fast pass; a change of one word changes its sum.
+
+    No device is waited for.
+    """
+    words = map(_words_of, tensors)
+    return torch.stack([each.sum(dtype=each.dtype).to(device, torch.int64) for each in words])
+
+
+def are_same(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    """Return whether tensors have the same bits as others, and are missing where these are."""
+    return all(
+        a is b if a is None or b is None else torch.equal(_words_of(a), _words_of(b))
+        for a, b in zip(tensors, others, strict=True)
+    )
 
 
 def sum_whole(tensor: Tensor) -> Tensor:

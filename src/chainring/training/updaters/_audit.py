@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import proxy
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from chainring import _random
 from chainring._checks import is_integer
-from chainring._distributed.digests import mix, read_together, sums_to_compare
+from chainring._distributed.digests import add_words, are_same, mix, read_together, sums_to_compare
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Audits
 from chainring._messages import warn
@@ -91,20 +92,25 @@ class Audit:
         self._metrics = list_metrics(ranks.scheme.models.values())
         self._batches = dict.fromkeys(ranks.scheme.iterators, ranks.scheme.updater.accumulate)  # of the last update
         self._first: dict[int, list[_Computation]] = {}  # by virtual rank in dispute, those before
-        self._kept: dict[int, list[Tensor | None]] = {}  # the gradients of virtual ranks in dispute
+        self._kept: dict[int, list[Tensor | None]] = {}  # the gradients of virtual ranks in dispute, or to be compared here
+
+    @property
+    def _compares_here(self) -> bool:
+        """The gradients of both computations are here, and on the host, where they are compared without digests."""
+        return self._ranks.comm.size == 1 and self._me.device == "cpu"
 
     # --- what an update asks ---
 
-    def run(self, update: Update, compute: Callable[[], T]) -> T:
-        """Compute an update, and again if it differs from what an audit has computed.
+    def run(self, update: Update, generators: tuple[_random.Restore, ...], compute: Callable[[], T]) -> T:
+        """Compute an update, and again, with these generators, if it differs from what an audit has computed.
 
         Raises:
             CorruptionError: it cannot be decided what is right, or the policy is to stop.
         """
         ranks, undo = self._ranks, list[Callable[[], Any]]()
         marks = [(source, source.mark()) for source in ranks.scheme.iterators.values() if hasattr(source, "mark")]
-        generators, put_back = _random.take_generators(), remember(self._metrics) if self._metrics else lambda: None
-        self._before = self._sum(ranks.parameters) if ranks.comm.size == 1 else None
+        put_back = remember(self._metrics) if self._metrics else lambda: None
+        self._before = self._add_parameters() if ranks.comm.size == 1 else None
         token = taken_back.set(undo)
         try:
             return self._attempt(update, compute)
@@ -140,6 +146,12 @@ class Audit:
         """Return the virtual ranks whose rows this rank needs, and those that it computes again, which do not count."""
         return self._asked.share(self._ranks.deal, self._me.rank)
 
+    def order(self, numbers: list[tuple[bool, int]]) -> list[tuple[bool, int]]:
+        """Return virtual ranks, with whether they count, in the order in which they are computed."""
+        # Both computations of one follow one another where the gradients of the first wait for those of the second.
+        pairs = self._compares_here and not self._asked.disputed
+        return sorted(numbers, key=itemgetter(1, 0) if pairs else itemgetter(0))
+
     def ask(self, name: str, iterator: Any, taken: int) -> None:
         """Let an iterator, of which so many batches were taken in this update, return the rows that this rank needs."""
         self._taken[name] = taken + 1
@@ -151,15 +163,22 @@ class Audit:
         number, is_disputed, self._trained = part.number, part.number in self._asked.disputed, trained
         if is_disputed and part.counts:
             return self._kept.pop(number)
-        if number in self._auditors or is_disputed:
-            self._sums[number, part.counts] = self._sum(gradients)
-        if is_disputed:
+        if is_disputed or (self._compares_here and number in self._auditors and not part.counts):
             self._kept[number] = gradients
+        if is_disputed or (number in self._auditors and not self._compares_here):
+            self._sums[number, part.counts] = self._sum(gradients)
+        elif number in self._auditors and part.counts and not are_same(again := self._kept.pop(number), gradients):
+            self._sums |= {(number, False): self._sum(again), (number, True): self._sum(gradients)}
         return gradients
 
     def pieces(self) -> list[Any]:
-        """Return two digests of each virtual rank that is audited, in small numbers: 0 for those of other ranks."""
+        """Return two digests of each virtual rank that is audited, in small numbers: 0 for those of other ranks.
+
+        None where they have been compared and are the same.
+        """
         numbers: list[Any] = []
+        if self._compares_here and not self._sums:
+            return numbers
         for key in ((number, counts) for number in self._auditors for counts in (True, False)):
             digest: Any = 0
             if (sums := self._sums.get(key)) is not None:
@@ -169,11 +188,19 @@ class Audit:
         return numbers
 
     def compare(self, pieces: Tensor) -> None:
-        """Compare the digests of all ranks, before a step. An accelerator is read here."""
-        pairs = pieces.view(len(self._auditors), 2, _PIECES)
-        differ = (pairs[:, 0] != pairs[:, 1]).any(1).tolist()
+        """Compare the digests of all ranks, before a step. An accelerator is read here.
+
+        Raises:
+            CorruptionError: of one process, whose parameters have changed in memory.
+        """
+        differ: list[bool] = []
+        if len(pieces):
+            pairs = pieces.view(len(self._auditors), 2, _PIECES)
+            differ = (pairs[:, 0] != pairs[:, 1]).any(1).tolist()
         if any(differ):
             raise _Difference(*(number for number, differs in zip(self._auditors, differ, strict=True) if differs))
+        self._check_memory()
+        self._before = None  # until a step changes them
         self._sums.clear()
 
     # --- what is done about a difference ---
@@ -189,12 +216,22 @@ class Audit:
             self._end(disputed[0], self._first[disputed[0]], why)
         if comm.size > 1:
             self.compare_states()
-        if self._before is not None and (differs := self._before != self._sum(self._ranks.parameters)).any():
-            changed = [
-                name for name, each in zip(_list_parameters(self._ranks.scheme.models), differs, strict=False) if each
-            ]
-            why = f"the memory of parameter {changed[0]!r} has changed while the update was computed"
-            self._end(disputed[0], self._first[disputed[0]], why)
+        self._check_memory()
+
+    def _add_parameters(self) -> Tensor:
+        return add_words(self._ranks.parameters, torch.device(self._me.device))
+
+    def _check_memory(self) -> None:
+        """Refuse to step, in a run of one process, if parameters have changed since the update began."""
+        if self._before is None or not (differs := self._before != self._add_parameters()).any():
+            return
+        names = _list_parameters(self._ranks.scheme.models)
+        changed = next(name for name, each in zip(names, differs.tolist(), strict=False) if each)
+        raise CorruptionError(
+            f"in iteration {self._ranks.scheme.updater.iteration + 1} the memory of parameter {changed!r} has changed while "
+            f"{self._me} has computed the update: by a fault of the device, or by what writes to parameter.data outside "
+            "of a step. Resume from the last snapshot, and without the device if it happens again"
+        )
 
     def decide(self) -> None:
         """Decide what is right, after all ranks have computed again what is in dispute, and before the rest is computed.

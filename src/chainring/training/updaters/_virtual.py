@@ -181,10 +181,12 @@ class VirtualRanks:
         if (deal := self.balance.begin(self.deal)) != self.deal:
             self.deal = deal
             self.balance.tell(deal, self.scheme.iterators)
+        generators = _random.take_generators()
         if self.scheme.audit is None:
-            weight, pins = VirtualUpdate(self, update).run()
+            weight, pins = VirtualUpdate(self, update, generators).run()
         else:
-            weight, pins = self.scheme.audit.run(update, lambda: VirtualUpdate(self, update).run())
+            compute = lambda: VirtualUpdate(self, update, generators).run()  # noqa: E731
+            weight, pins = self.scheme.audit.run(update, generators, compute)
         self.balance.end()
         if self.comm.rank > 0 and not self.comm.survives:  # else any rank may be lost, and each has what counts
             return 0
@@ -195,9 +197,8 @@ class VirtualRanks:
 class VirtualUpdate:
     """One update of the virtual ranks of this rank, made anew each time."""
 
-    def __init__(self, ranks: VirtualRanks, update: Update) -> None:
-        self._ranks, self._scheme = ranks, ranks.scheme
-        self._outer_generators = _random.take_generators()
+    def __init__(self, ranks: VirtualRanks, update: Update, generators: tuple[_random.Restore, ...]) -> None:
+        self._ranks, self._scheme, self._outer_generators = ranks, ranks.scheme, generators
         self._reports, self._reporter = current.reporter is not None, current.reporter or Reporter()
         self._outer, self._media_watchers = self._reporter.observation, self._reporter.media_watchers
         self._fetched: dict[str, list[_Fetched]] = {}
@@ -209,7 +210,8 @@ class VirtualUpdate:
         self._parts: list[Part] = []
         epochs = self._positions.get("main", (0, 0))
         # Those that do not count come first, since the gradients of the last are sent while its backward runs.
-        for counts, number in [*((False, number) for number in again), *((True, number) for number in ranks.block)]:
+        numbers = [*((False, number) for number in again), *((True, number) for number in ranks.block)]
+        for counts, number in numbers if self._scheme.audit is None else self._scheme.audit.order(numbers):
             context = UpdateContext(update.context.updater, update.context.iteration, 0)
             index, part_update = share.index(number) if number in share else 0, Update(self._scheme, context, update.epoch)
             part = Part(self, number, index, len(share), counts, part_update, has_rows=counts)
@@ -386,8 +388,9 @@ class VirtualUpdate:
         if name == "main":
             part.epoch, part.epoch_detail = epochs
             part.rows = (part.rows if position else 0) + (examples if isinstance(examples, int) else 1)
-            part.has_rows = part.counts and not is_empty
-            self._let_metrics_count(part.has_rows)
+            if part.has_rows != (part.counts and not is_empty):
+                part.has_rows = not part.has_rows
+                self._let_metrics_count(part.has_rows)
         return rows, examples, first_epoch
 
     def _fetch(self, name: str, iterator: Any) -> _Fetched:
@@ -555,7 +558,7 @@ class VirtualUpdate:
         else:  # without a copy
             (gradients,) = total.nodes.values()
         findings, means = wait()  # of all ranks
-        if audit is not None and digests:
+        if audit is not None:
             audit.compare(means.digests)
         if findings.is_stale:
             ranks.overlaps = False
