@@ -21,6 +21,8 @@ TRIGGERS = {
     "MinValueTrigger": lambda: triggers.MinValueTrigger(LOSS, (0.5, "epoch")),
     "EarlyStoppingTrigger": lambda: triggers.EarlyStoppingTrigger((2, "iteration"), LOSS, 2, max_trigger=None),
     "EarlyStoppingTrigger at its end": lambda: triggers.EarlyStoppingTrigger(max_trigger=(3, "epoch")),
+    "any_of": lambda: triggers.any_of((3, "iteration"), (1, "epoch"), triggers.MinValueTrigger(LOSS, (2, "iteration"))),
+    "all_of": lambda: triggers.all_of((3, "iteration"), triggers.MinValueTrigger(LOSS, (3, "iteration"))),
     "a pair": (2, "epoch"),
 }
 
@@ -34,4 +36,4 @@ def test_it_can_be_shared_saved_and_resumed(name):
 def test_every_public_trigger_is_tried():
     """None is left out."""
     public = {name for name in triggers.__all__ if inspect.isclass(getattr(triggers, name))} - {"Trigger"}
-    assert public == {name.partition(" ")[0] for name in TRIGGERS} - {"a"}
+    assert public == {name.partition(" ")[0] for name in TRIGGERS} - {"a", "any_of", "all_of"}

@@ -158,6 +158,11 @@ TRIGGERS = {
     "ReachedTrigger: of the run, in seconds": {"stop": lambda: triggers.ReachedTrigger(3, "second")},
     "TimeTrigger": firing(lambda: triggers.TimeTrigger(1.5)),
     "Trigger": firing(EveryThird),
+    "all_of": firing(lambda: triggers.all_of(OFTEN, triggers.MinValueTrigger("main/loss", OFTEN))),
+    "any_of": firing(lambda: triggers.any_of((0.7, "epoch"), triggers.MinValueTrigger("main/draw", OFTEN))),
+    "any_of: of the run": {
+        "stop": lambda: triggers.any_of((LENGTH, "iteration"), triggers.EarlyStoppingTrigger(OFTEN, "main/draw", 2, "min"))
+    },
     "get_stop_trigger": {"stop": lambda: triggers.get_stop_trigger((2, "epoch"))},
     "get_trigger": firing(lambda: triggers.get_trigger((1.5, "second"))),
 }

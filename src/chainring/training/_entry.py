@@ -12,6 +12,7 @@ from chainring._hints import CALLED, EXTENSIONS
 from chainring._messages import user_place
 from chainring._progress import Trainer
 from chainring.training.triggers.base import IntervalTrigger, Trigger, TriggerLike, describe, get_trigger
+from chainring.training.triggers.best_value import RankingTrigger
 
 
 class RollBack(RuntimeError):  # noqa: N818 - a request, and an error only where there is no snapshot
@@ -89,7 +90,9 @@ class Entry:
         check_priority(priority)
         self.extension: Any = extension
         self.call: Callable[[Trainer], Any] = _bound(extension)
-        self.trigger = get_trigger(first_given(trigger, getattr(extension, "trigger", None), self.defaults.trigger))
+        given = get_trigger(first_given(trigger, getattr(extension, "trigger", None), self.defaults.trigger))
+        key = getattr(extension, "ranked_key", None)
+        self.trigger = RankingTrigger(key, given) if isinstance(key, str) else given
         # By type: a trigger around another may pass the attributes of that one on.
         always = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
         self.fires: Callable[[Trainer], bool] | None = None if always else _bound(self.trigger)

@@ -95,6 +95,11 @@ class Extension(Stateful):
         return ()
 
     @property
+    def ranked_key(self) -> str | None:
+        """The key of a reported value, whose mean since the trigger last fired ranks what a snapshot saves."""
+        return None
+
+    @property
     def default_name(self) -> str:
         """The name under which it is registered, unless `Trainer.extend` is given one; the class name."""
         return type(self).__name__

@@ -294,3 +294,63 @@ def test_resumed_with_another_key_or_mode_it_starts_anew(tmp_path):
     assert run(tmp_path, Early(EVERY, "loss", 3, "max", max_trigger=MAX), None, state, values)[0] == 7
     observations = [{"loss": 0, "error": 1}] * 8
     assert run(tmp_path, Early(EVERY, "error", 3, max_trigger=MAX), None, state, observations)[0] == 7
+
+
+LESS_AND_LESS = [10, 9, 8.6, 8.3, 8.1, 8.0, 7.9, 7.8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 8),
+        ({"min_delta": 0.5}, 6),  # neither 8.1 nor 8.0 is better than 8.3 by more
+        ({"min_delta": 0.5, "min_iterations": 7}, 7),
+        ({"min_delta": 0.5, "min_iterations": 8}, 8),  # and 7.8 is better again
+        ({"threshold": 8.3}, 4),
+        ({"threshold": 8.3, "min_iterations": 6}, 6),
+        ({"min_iterations": 100}, 8),
+    ],
+)
+def test_small_improvement_and_a_mean_that_is_good_enough_stop_training(tmp_path, settings, expected):
+    """But not before the least number of iterations, until which checks are counted; the limit holds in any case."""
+    trigger = Early(EVERY, "main/loss", 2, max_trigger=(8, "iteration"), **settings)
+    assert stopped_at(tmp_path, trigger, of("main/loss", LESS_AND_LESS)) == expected
+
+
+def test_greater_values_reach_a_threshold_from_below(tmp_path):
+    """As the mode says."""
+    trigger = Early(EVERY, "main/accuracy", threshold=0.7, max_trigger=MAX)
+    assert stopped_at(tmp_path, trigger, of("main/accuracy", ACCURACY)) == 4
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_mean_that_is_not_finite_stops_training_where_that_is_asked(tmp_path, value):
+    """Otherwise it is one check without improvement."""
+    losses = of("main/loss", [3, 2, value, 1, 1, 1])
+    assert stopped_at(tmp_path, Early(EVERY, "main/loss", check_finite=True, max_trigger=MAX), losses) == 3
+    if value != -math.inf:
+        assert stopped_at(tmp_path, Early(EVERY, "main/loss", 2, max_trigger=MAX), losses) == 6
+
+
+def test_verbose_run_says_which_rule_has_stopped_it(tmp_path, capsys):
+    """Once, with the value."""
+    trigger = Early(EVERY, "main/loss", threshold=8.3, verbose=True, max_trigger=MAX)
+    stopped_at(tmp_path, trigger, of("main/loss", LESS_AND_LESS))
+    assert "iteration 4: main/loss was 8.3, as good as the threshold 8.3" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"min_delta": -1}, ValueError),
+        ({"min_delta": NAN}, ValueError),
+        ({"threshold": NAN}, ValueError),
+        ({"threshold": "low"}, ValueError),
+        ({"min_iterations": -1}, ValueError),
+        ({"min_iterations": 1.5}, TypeError),
+    ],
+)
+def test_limits_that_are_none_are_refused(settings, error):
+    """At construction, by name."""
+    with pytest.raises(error, match=next(iter(settings))):
+        Early(**settings)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from chainring._checks import is_integer
+from chainring._checks import is_integer, is_number
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded
 from chainring._messages import warn
@@ -34,6 +35,7 @@ from chainring.training._entry import Entry
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
+from chainring.training.triggers.best_value import RankingTrigger, require_mode
 
 Filename = str | Callable[[Trainer], str]
 Write = Callable[[], None]
@@ -42,6 +44,7 @@ Write = Callable[[], None]
 _SERIES = "series"
 _FINAL = "out of turn"  # only because the run ended, and not because a trigger fired
 _TAKERS = "taken by"  # where several extensions have one name, those whose triggers fired
+_VALUES = "values"  # by key, the means by which the best are kept
 
 _RULE = 'filename is a name in out, such as "snapshot_iter_{.updater.iteration}" or "best", or a function of the trainer'
 
@@ -78,8 +81,17 @@ class Snapshot(Extension):
             automatically: the update may be incomplete.
         asynchronous: True to write the files in the background.
         frozen: False to leave out parameters that need no gradient; loading then does not change them.
+        keep_best: the key of a reported value and a number, such as ``("validation/main/loss", 3)``: so many are kept of all
+            that were taken, those with the best means of the value since the trigger last fired. Of equal ones the
+            earlier is better, and what is not finite never is. A fixed name leads to the best. One that is not among them
+            is not written, except for the newest ``n_retains``, which are kept beside them: by default none, or with
+            ``autoload`` one.
+        mode: ``"max"`` if greater is better, ``"min"`` if less; ``"auto"`` where the key of ``keep_best`` says it, as for
+            `EarlyStoppingTrigger`.
 
     Raises:
+        TypeError: ``keep_best`` is not a key and an integer.
+        ValueError: a number is below 1, or whether greater or less is better does not follow from the key.
         ValueError: when the run starts, ``snapshot_on_error`` with a sharded model, since the other ranks have stopped by
             the time of an error.
 
@@ -105,6 +117,8 @@ class Snapshot(Extension):
         snapshot_on_error: bool = False,
         asynchronous: bool = True,
         frozen: bool = True,
+        keep_best: tuple[str, int] | None = None,
+        mode: Literal["auto", "max", "min"] = "auto",
     ) -> None:
         if condition is not None and not callable(condition):
             raise TypeError(f"condition is a function without arguments, got {type(condition).__name__}")
@@ -112,8 +126,12 @@ class Snapshot(Extension):
             _check_target(target)
         if not is_integer(n_retains) or (n_retains != -1 and n_retains < 1):
             raise ValueError(f"n_retains is how many snapshots to keep, at least 1, or -1 for all; got {n_retains!r}")
+        if keep_best is None and mode != "auto":
+            raise ValueError(
+                f'mode says how keep_best ranks: give keep_best=("validation/main/loss", 3), or no mode; got {mode!r}'
+            )
         self.autoload = autoload
-        self.n_retains = n_retains
+        self._retention = Retention(n_retains) if keep_best is None else _best_of(keep_best, mode, n_retains, autoload)
         self.target = target
         self.snapshot_on_error = snapshot_on_error
         self.asynchronous = asynchronous
@@ -126,6 +144,10 @@ class Snapshot(Extension):
         self._background = BackgroundWriter()
         self._has_started = False
         self._damaged: set[str] = set()  # snapshots that proved to be so when they were loaded
+
+    @property
+    def ranked_key(self) -> str | None:
+        return self._retention.key
 
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
         self._join_series(trainer)
@@ -189,11 +211,11 @@ class Snapshot(Extension):
             raise FileExistsError(
                 f"{store}/{link} is in the way of the snapshots of that name; move it, or give another filename"
             )
-        # The manifests are read once, and a fixed name is linked to its newest snapshot, if a kill or a person undid that.
+        # The manifests are read once, and a fixed name is linked to its snapshot, if a kill or a person undid that.
         series.known = {name: manifest for name, manifest in series.listing(store).items() if manifest is not None}
-        newest = next((name for name, manifest in series.known.items() if _FINAL not in manifest.about), None)
-        if series.is_fixed and newest is not None and store.link_target(link) != newest:
-            store.link(link, newest)
+        leading = series.leading(series.known) if series.is_fixed else None
+        if leading is not None and store.link_target(link) != leading:
+            store.link(link, leading)
 
     def _join_series(self, trainer: Trainer) -> list[Entry]:
         """Return the registered extensions that save the same under the same name; from now on they share one series."""
@@ -207,21 +229,21 @@ class Snapshot(Extension):
         for entry in siblings:
             entry.extension._series = siblings[0].extension._series
         series = self._series
-        series.n_retains = {entry.name: entry.extension.n_retains for entry in siblings}
+        series.retention = {entry.name: entry.extension._retention for entry in siblings}
         if not siblings:  # called by hand, and not registered
-            series.n_retains = {str(trainer.extension_name): self.n_retains}
-        series.label = series.label or next(iter(series.n_retains))
+            series.retention = {str(trainer.extension_name): self._retention}
+        series.label = series.label or next(iter(series.retention))
         return siblings
 
     def __call__(self, trainer: Trainer) -> None:
         siblings, name, wanted = self._join_series(trainer), str(trainer.extension_name), self._series.wanted
         # The first extension of a series that is due asks all of them, and takes one snapshot for those that want it.
         if name not in wanted:
+            self._series.values = {}
             due = {name: self} | {entry.name: entry.extension for entry in siblings if entry.is_due}
-            wanted |= {
-                taker: (condition := extension._condition) is None or trainer.comm.broadcast_object(bool(condition()))
-                for taker, extension in due.items()
-            }
+            for taker, extension in due.items():
+                is_asked = extension._condition is not None or extension._retention.key is not None
+                wanted[taker] = extension._is_wanted(trainer, taker) if is_asked else True
         if not wanted.pop(name):
             return
         takers = [name, *(taker for taker, is_wanted in wanted.items() if is_wanted)]
@@ -239,6 +261,24 @@ class Snapshot(Extension):
         else:
             BackgroundWriter.wait_for(others)
             self._guard(write)
+
+    def _is_wanted(self, trainer: Trainer, name: str) -> bool:
+        """Return whether a snapshot is to be taken now that it is due."""
+        condition, iteration, comm = self._condition, trainer.updater.iteration, trainer.comm
+        if condition is not None and not comm.broadcast_object(bool(condition())):
+            return False
+        if (key := self._retention.key) is None or trainer.is_final_snapshot:
+            return True
+        trigger = next((entry.trigger for entry in trainer.entries if entry.name == name), None)
+        value = trigger.value_of(iteration) if isinstance(trigger, RankingTrigger) else None
+        if value is None:
+            return True
+        if math.isfinite(value):
+            self._series.values[key] = value
+        if not comm.is_main:
+            return bool(comm.broadcast_object(None))
+        BackgroundWriter.wait_for([entry.extension._background for entry in self._join_series(trainer)])
+        return bool(comm.broadcast_object(self._series.would_keep(trainer.store, iteration, name)))
 
     def wait(self) -> None:
         """Wait until the current snapshot is on the disk; if it cannot be written, `on_failure` is called."""
@@ -265,8 +305,10 @@ class Snapshot(Extension):
                 (lambda: checkpoint.commit(store, directory, iteration, comm=series.comm)) if checkpoint.is_sharded else None
             )
 
+        values = series.values
+
         def write() -> None:
-            series.publish(store, checkpoint, name, directory, iteration, takers, is_final)
+            series.publish(store, checkpoint, name, directory, iteration, takers, is_final, values)
             self.saved_iteration = iteration if self.target is None else None
 
         return write
@@ -386,7 +428,8 @@ class Series:
         label: the name of the series in manifests; of a function, that of the first extension.
         is_fixed: whether all snapshots have the same name, a link to the newest.
         templates: the names of all that it writes, with fields; none for a function, whose snapshots the manifests tell.
-        n_retains: how many to keep, by the names of the extensions.
+        retention: which to keep, by the names of the extensions.
+        values: by key, the means with which those of an iteration are ranked.
         wanted: while those of an iteration are taken, whether each extension that is still to be called is to take one.
         comm: connects the ranks while they write.
     """
@@ -413,7 +456,8 @@ class Series:
         self._has_links = not any(field.endswith(".iteration") for field in fields)
         names = [] if callable(filename) else [filename, f"{filename}_iter_{{.iteration}}"]
         self.templates: Sequence[str] = names if self._has_links else names[:1]
-        self.n_retains: dict[str, int] = {}
+        self.retention: dict[str, Retention] = {}
+        self.values: dict[str, float] = {}
         self.wanted: dict[str, bool] = {}
         self.begun: tuple[str, int] | None = None  # the name and the iteration of the newest that the run takes
         self.comm: Communicator | None = None
@@ -434,6 +478,7 @@ class Series:
         iteration: int,
         takers: Sequence[str],
         is_final: bool,
+        values: Mapping[str, float],
     ) -> None:
         """Write a snapshot that the extensions ``takers`` take, link it, and then remove those that none is to keep.
 
@@ -441,17 +486,19 @@ class Series:
         """
         is_linked = not (is_final and self.is_fixed)
         about: dict[str, Any] = {_SERIES: self.label} if is_linked else {_SERIES: self.label, _FINAL: True}
-        if len(self.n_retains) > 1:
+        if len(self.retention) > 1:
             about[_TAKERS] = sorted(takers)
+        if values:
+            about[_VALUES] = dict(values)
         checkpoint.commit(store, directory, iteration, about, self.comm)
         if self.known is not None:
             self.known[directory] = Manifest(directory, iteration, {}, about)
         if not is_linked:
             return
-        if directory != name:
-            store.link(name, directory)
         if (known := self.known) is None:  # called by hand before the run
             known = {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
+        if directory != name:
+            store.link(name, (self.leading(known) if self.is_fixed else None) or directory)
         unwanted = known.keys() - self._kept(known) - {directory}
         if unwanted and (missing := known.keys() - store.files.folders()):  # which a person has removed: they do not count
             for removed in missing:
@@ -463,8 +510,22 @@ class Series:
                 store.files.link(_link_of(old), None)
             store.remove(old)
 
+    def would_keep(self, store: Snapshots, iteration: int, taker: str) -> bool:
+        """Return whether a snapshot that an extension takes now, with the values at hand, would be kept."""
+        known = {} if self.known is None else self.known
+        there = {name: known[name] for name in known.keys() & store.files.folders()}  # the others a person has removed
+        about = {_SERIES: self.label, _TAKERS: [taker], _VALUES: self.values}
+        return "" in self._kept(there | {"": Manifest("", iteration, {}, about)})
+
+    def leading(self, known: Mapping[str, Manifest]) -> str | None:
+        """Return the snapshot to which a fixed name leads: the best where they are ranked, else the newest."""
+        names = sorted(known, key=lambda name: (-known[name].iteration, name))
+        in_turn = [name for name in names if _FINAL not in known[name].about]
+        ranked = (retention.rank(in_turn, known) for retention in self.retention.values())
+        return next((best[0] for best in ranked if best), next(iter(in_turn), None))
+
     def _kept(self, known: Mapping[str, Manifest]) -> set[str]:
-        """Return the snapshots that one of the extensions is to keep: so many of the newest, or all.
+        """Return the snapshots that one of the extensions is to keep: the newest, the best, or all.
 
         Each keeps of what it has taken itself, and of what none of those that are registered has taken. A name that is not
         fixed, and a link, leads to one of its snapshots, the newest, which alone counts.
@@ -473,15 +534,16 @@ class Series:
         in_turn = [name for name in names if _FINAL not in known[name].about]
         targets = {_link_of(name): name for name in reversed(in_turn)}
         kept = set[str]()
-        for extension, count in self.n_retains.items():
+        for extension, retention in self.retention.items():
             taken = []
             for name in in_turn:
                 recorded = known[name].about.get(_TAKERS)
-                takers = [taker for taker in self.n_retains if isinstance(recorded, list) and taker in recorded]
+                takers = [taker for taker in self.retention if isinstance(recorded, list) and taker in recorded]
                 is_linked = self.is_fixed or not self._has_links or targets[_link_of(name)] == name
                 if is_linked and (not takers or extension in takers):
                     taken.append(name)
-            kept.update(taken[: count if count > 0 else 1 if self.is_fixed else None])
+            newest = retention.newest if retention.newest >= 0 else 1 if self.is_fixed else None
+            kept.update(taken[:newest], retention.rank(taken, known)[: retention.best] if retention.best else ())
         return kept
 
     def listing(self, store: Snapshots) -> dict[str, Manifest | None]:
@@ -493,6 +555,38 @@ class Series:
             if (manifest is None and any(pattern.match(name) for pattern in patterns))
             or (manifest is not None and manifest.about.get(_SERIES) == self.label and "error" not in manifest.about)
         }
+
+
+class Retention(NamedTuple):
+    """Which snapshots an extension keeps: the newest, and the best of those that have a value."""
+
+    newest: int  # their number, -1 for all
+    key: str | None = None  # of the value by which they are ranked
+    best: int = 0
+    sign: int = 1  # -1 if less is better
+
+    def rank(self, names: Iterable[str], known: Mapping[str, Manifest]) -> list[str]:
+        """Return those with a value that is a number, the best first, and of equal ones the earlier."""
+        values = {}
+        for name in names:
+            of_keys = known[name].about.get(_VALUES)
+            value = of_keys.get(self.key) if isinstance(of_keys, dict) else None
+            if is_number(value):
+                values[name] = -self.sign * value, known[name].iteration
+        return sorted(values, key=values.__getitem__)
+
+
+def _best_of(keep_best: object, mode: str, n_retains: int, autoload: bool) -> Retention:
+    rule = 'keep_best is the key of a reported value and how many to keep, such as ("validation/main/loss", 3)'
+    if not isinstance(keep_best, (tuple, list)) or len(keep_best) != 2 or not isinstance(keep_best[0], str):
+        raise TypeError(f"{rule}; got {keep_best!r}")
+    key, count = keep_best
+    if not is_integer(count):
+        raise TypeError(f"{rule}; got {keep_best!r}")
+    if count < 1:
+        raise ValueError(f"{rule}, at least 1; got {keep_best!r}")
+    sign = 1 if require_mode(key, mode, f"snapshot(keep_best=({key!r}, {count})") == "max" else -1
+    return Retention(n_retains if n_retains > 0 else int(autoload), key, count, sign)
 
 
 def _link_of(name: str) -> str:

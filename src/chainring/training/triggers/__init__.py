@@ -7,6 +7,8 @@ from chainring.training.triggers.base import (
     ReachedTrigger,
     TimeTrigger,
     Trigger,
+    all_of,
+    any_of,
     get_stop_trigger,
     get_trigger,
 )
@@ -24,6 +26,8 @@ __all__ = [
     "ReachedTrigger",
     "TimeTrigger",
     "Trigger",
+    "all_of",
+    "any_of",
     "get_stop_trigger",
     "get_trigger",
 ]

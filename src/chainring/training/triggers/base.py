@@ -401,6 +401,97 @@ class ReachedTrigger:
         return f"ReachedTrigger({self.length}, {self.unit!r})"
 
 
+class CombinedTrigger(Trigger):
+    """Asks several triggers in every iteration, and fires when any, or all, of them do; see `any_of` and `all_of`."""
+
+    def __init__(self, combine: Callable[[Iterable[bool]], bool], triggers: Sequence[Callable[[Trainer], bool]]) -> None:
+        self._combine, self._triggers = combine, triggers
+        units = {getattr(trigger, "unit", "iteration") for trigger in triggers}
+        self.unit = next((unit for unit in ("second", "epoch") if unit in units), "iteration")  # for a plan of the run
+
+    @property
+    def predictable(self) -> bool:  # type: ignore[override]
+        """True if all of them are."""
+        return all(getattr(trigger, "predictable", False) for trigger in self._triggers)
+
+    def ask(self, trainer: Trainer) -> bool:
+        return self._combine([bool(trigger(trainer)) for trigger in self._triggers])
+
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        return [key for trigger in self._triggers for key in keys_of(trigger)]
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return [describe(trigger, as_setting=True) for trigger in self._triggers]
+
+    def initialize(self, trainer: Trainer) -> None:
+        super().initialize(trainer)
+        for trigger in self._triggers:
+            trainer.initialize_trigger(trigger)
+
+    def for_stopping(self) -> CombinedTrigger:
+        """Return the same as a stop trigger, of which intervals are lengths to be reached."""
+        return CombinedTrigger(self._combine, list(map(get_stop_trigger, self._triggers)))
+
+    def get_training_length(self) -> tuple[float, str] | None:
+        """Return the length of the only trigger that has one, where it alone ends training; ``None`` where none is known."""
+        lengths = [getattr(trigger, "get_training_length", lambda: None)() for trigger in self._triggers]
+        known = [length for length in lengths if length is not None]
+        return known[0] if self._combine is any and len(known) == 1 else None
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        super().serialize(serializer)
+        for index, trigger in enumerate(self._triggers):
+            serialize_inner_trigger(serializer, f"trigger_{index}", trigger)
+
+    def __repr__(self) -> str:
+        return f"{self._combine.__name__}_of({', '.join(map(describe, self._triggers))})"
+
+
+def any_of(*triggers: TriggerLike) -> CombinedTrigger:
+    """Return a trigger that fires when one or more of several do.
+
+    All are asked in every iteration, and saved with the run, so that each keeps its own count. As a stop trigger, a pair
+    among them is a length to be *reached*.
+
+    Example::
+
+        trainer.extend(extensions.snapshot(), trigger=any_of((1000, "iteration"), (600, "second")))
+
+    Args:
+        triggers: one or more, each as for `get_trigger`.
+
+    Raises:
+        TypeError: one of them is not a trigger, or there is none.
+        ValueError: the period or unit of one is invalid.
+    """
+    return _combine(any, triggers)
+
+
+def all_of(*triggers: TriggerLike) -> CombinedTrigger:
+    """Return a trigger that fires when all of several fire in the same iteration; see `any_of`.
+
+    Example::
+
+        stop = all_of((10, "epoch"), EarlyStoppingTrigger(max_trigger=None))  # not before ten epochs
+
+    Args:
+        triggers: one or more, each as for `get_trigger`.
+
+    Raises:
+        TypeError: one of them is not a trigger, or there is none.
+        ValueError: the period or unit of one is invalid.
+    """
+    return _combine(all, triggers)
+
+
+def _combine(combine: Callable[[Iterable[bool]], bool], triggers: Sequence[TriggerLike]) -> CombinedTrigger:
+    if not triggers:
+        name = f"{combine.__name__}_of"
+        raise TypeError(f'{name} takes one trigger or more; write {name}((1, "epoch"), other)')
+    return CombinedTrigger(combine, list(map(get_trigger, triggers)))
+
+
 def never(trainer: Trainer) -> bool:
     """Return False: the trigger that ``None`` stands for."""
     return False
@@ -472,6 +563,8 @@ def get_stop_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
     """
     if isinstance(trigger, IntervalTrigger):
         return ReachedTrigger(trigger.period, trigger.unit)
+    if isinstance(trigger, CombinedTrigger):
+        return trigger.for_stopping()
     if trigger is None or callable(trigger):
         return get_trigger(trigger)
     return ReachedTrigger(*_split_pair(trigger))

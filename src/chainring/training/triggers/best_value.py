@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from chainring._checks import find_call_error, is_integer
+from chainring._checks import find_call_error, is_integer, is_number
 from chainring._messages import OneTimeWarning, info
 from chainring._progress import Trainer
 from chainring.reporting.summary import IntervalMeans
@@ -44,6 +45,23 @@ def mode_of_key(key: str) -> Literal["max", "min"] | None:
     modes: set[Any] = {_BETTER[word] for word in words if word in _BETTER}
     is_clear = len(modes) == 1 and words[-1] in _BETTER and not _DOUBTFUL.intersection(words)
     return modes.pop() if is_clear else None
+
+
+def require_mode(key: str, mode: str, call: str) -> Literal["max", "min"]:
+    """Return whether greater or less is better, as ``mode`` says or, with ``"auto"``, the key.
+
+    Raises:
+        ValueError: the mode is another, or does not follow from the key; ``call`` is what is to be written with one.
+    """
+    if mode not in ("auto", "max", "min"):
+        raise ValueError(f'mode is "auto", "max" or "min", got {mode!r}')
+    found = mode_of_key(key) if mode == "auto" and isinstance(key, str) else mode
+    if found is None:
+        raise ValueError(
+            f"whether greater or less is better does not follow from the key {key!r}; write "
+            f'{call}, mode="max") if greater is better, otherwise mode="min"'
+        )
+    return found  # type: ignore[return-value]
 
 
 class BestMean:
@@ -115,6 +133,12 @@ class BestValueTrigger(BestMean, Trigger):
         ValueError: the period or unit of ``trigger`` is invalid.
     """
 
+    _fires_without_value = False
+
+    @property
+    def _subject(self) -> str:
+        return str(self)
+
     def forget(self) -> None:
         super().forget()
         self._seen: set[str] = set()  # the keys reported in this interval, as long as the warning may have to name them
@@ -142,18 +166,20 @@ class BestValueTrigger(BestMean, Trigger):
             return False
         means = self._means.end(trainer)
         if self.key not in means:  # otherwise a key that is never reported would go unnoticed
+            near = difflib.get_close_matches(self.key, map(str, self._seen), 1)
             cause = f"{self.key!r} was not reported; reported were {sorted(self._seen, key=str)}"
+            cause += f" (did you mean {near[0]!r}?)" if near else ""
             remedy = "check the key; give a longer interval, or this extension a lower priority than the one that reports it"
             if self.key in self._seen:
                 cause = f"the value reported as {self.key!r} is not a single number"
                 remedy = "report one, for example .mean()"
             iteration = trainer.updater.iteration
             self._warning.give(
-                f"{self} has nothing to compare at iteration {iteration}: since its interval began, {cause}. "
+                f"{self._subject} has nothing to compare at iteration {iteration}: since its interval began, {cause}. "
                 f"This check does not count, and this warning is given once; {remedy}",
             )
         self._seen.clear()
-        return self.key in means and self.check(means[self.key], trainer)
+        return self.check(means[self.key], trainer) if self.key in means else self._fires_without_value
 
     def check(self, mean: float, trainer: Trainer) -> bool:
         """Return True if the mean of the interval that ends makes the trigger fire."""
@@ -168,6 +194,31 @@ class BestValueTrigger(BestMean, Trigger):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.key!r}, {describe(self.compare)}, {describe(self.trigger)})"
+
+
+class RankingTrigger(BestValueTrigger):
+    """Fires whenever its own ``trigger`` does, and then has the mean by which ``snapshot(keep_best=)`` ranks."""
+
+    _fires_without_value = True
+
+    def __init__(self, key: str, trigger: TriggerLike) -> None:
+        super().__init__(key, operator.gt, trigger)
+        self._value: tuple[int, float] | None = None
+
+    @property
+    def _subject(self) -> str:
+        return f"snapshot(keep_best=({self.key!r}, ...))"
+
+    def check(self, mean: float, trainer: Trainer) -> bool:
+        self._value = trainer.updater.iteration, mean
+        return True
+
+    def value_of(self, iteration: int) -> float | None:
+        """Return the mean with which it fired in an iteration, ``None`` if it did not, or had none."""
+        return self._value[1] if self._value is not None and self._value[0] == iteration else None
+
+    def __repr__(self) -> str:
+        return describe(self.trigger)
 
 
 class MaxValueTrigger(BestValueTrigger):
@@ -210,8 +261,8 @@ class EarlyStoppingTrigger(BestValueTrigger):
     """Stop trigger that fires after ``patience`` checks in a row without improvement, or when ``max_trigger`` fires.
 
     A check compares the mean since the last check with the best so far, as in `BestValueTrigger`. The first mean is an
-    improvement; an equal one and NaN are not. A check of an interval in which the value was not reported does not count
-    and does not reset the count; the first one gives a warning.
+    improvement; an equal one and NaN are not, nor is one that is better by ``min_delta`` or less. A check of an interval in
+    which the value was not reported does not count and does not reset the count; the first one gives a warning.
 
     As the trigger of an extension, it fires from the check that exhausts the patience until the next improvement.
 
@@ -230,6 +281,10 @@ class EarlyStoppingTrigger(BestValueTrigger):
         verbose: True to print a line when training stops early.
         max_trigger: ends training in any case; as for a trainer's stop trigger, a pair is a length to be *reached*.
             ``None`` sets no limit.
+        min_delta: by how much more than this a mean must be better than the best so far, 0 or above.
+        threshold: a mean that is at least as good as this stops training at once.
+        min_iterations: until so many iterations nothing but ``max_trigger`` stops training; checks are counted.
+        check_finite: True to stop training at once where a mean is NaN or infinite.
 
     Attributes:
         mode: ``"max"`` or ``"min"``.
@@ -248,27 +303,42 @@ class EarlyStoppingTrigger(BestValueTrigger):
         mode: Literal["auto", "max", "min"] = "auto",
         verbose: bool = False,
         max_trigger: TriggerLike = (100, "epoch"),
+        *,
+        min_delta: float = 0.0,
+        threshold: float | None = None,
+        min_iterations: int = 0,
+        check_finite: bool = False,
     ) -> None:
-        if not is_integer(patience):
-            raise TypeError(f"patience is the number of checks, an integer; got {patience!r}")
+        for name, count in (("patience", patience), ("min_iterations", min_iterations)):
+            if not is_integer(count):
+                raise TypeError(f"{name} is the number of {name.partition('_')[2] or 'checks'}, an integer; got {count!r}")
         if patience < 1:
             raise ValueError(f"patience is the number of checks without improvement, at least 1; got {patience!r}")
-        if mode not in ("auto", "max", "min"):
-            raise ValueError(f'mode is "auto", "max" or "min", got {mode!r}')
-        found = mode_of_key(monitor) if mode == "auto" and isinstance(monitor, str) else mode
-        if found is None:
+        if min_iterations < 0:
             raise ValueError(
-                f"whether greater or less is better does not follow from the key {monitor!r}; write "
-                f'EarlyStoppingTrigger(monitor={monitor!r}, mode="max") if greater is better, otherwise mode="min"'
+                f"min_iterations is the number of iterations before training stops, 0 or above; got {min_iterations!r}"
             )
+        if not is_number(min_delta) or not 0 <= min_delta < math.inf:
+            raise ValueError(
+                f"min_delta is the least difference of a better mean, a number of 0 or above; got {min_delta!r}"
+            )
+        if threshold is not None and (not is_number(threshold) or math.isnan(threshold)):
+            raise ValueError(f"threshold is the mean that is good enough, a number; got {threshold!r}")
         self.patience, self.verbose = patience, verbose
         self.max_trigger = get_stop_trigger(max_trigger)
-        self.mode = found
-        super().__init__(monitor, operator.lt if found == "max" else operator.gt, check_trigger)
+        self.mode = require_mode(monitor, mode, f"EarlyStoppingTrigger(monitor={monitor!r}")
+        self._sign = 1 if self.mode == "max" else -1
+        self._min_delta, self._threshold = min_delta, threshold
+        self._min_iterations, self._check_finite = min_iterations, check_finite
+        super().__init__(monitor, self._is_better, check_trigger)
+
+    def _is_better(self, best: float, new: float) -> bool:
+        return self._sign * (new - best) > self._min_delta
 
     def forget(self) -> None:
         super().forget()
         self._count = 0  # checks in a row without improvement
+        self._last: float | None = None  # the mean of the last check
 
     @property
     def watched_keys(self) -> Sequence[str]:
@@ -279,24 +349,31 @@ class EarlyStoppingTrigger(BestValueTrigger):
         trainer.initialize_trigger(self.max_trigger)
 
     def __call__(self, trainer: Trainer) -> bool:
-        # Both are settings, and the answer is not kept: a run that is resumed with more patience continues.
+        # All are settings, and the answer is not kept: a run that is resumed with more patience continues.
         is_reached = self.max_trigger(trainer)
         super().__call__(trainer)
-        return is_reached or self._count >= self.patience
+        return is_reached or (trainer.updater.iteration >= self._min_iterations and self._reason() is not None)
 
     def check(self, mean: float, trainer: Trainer) -> bool:
-        """Return True if this check exhausts the patience."""
-        if self.improve(mean):
-            self._count = 0
-            return False
-        self._count += 1
-        if self.verbose and self._count == self.patience:
+        """Return True if this check lets training stop."""
+        before = self._reason()
+        self._last, self._count = mean, 0 if self.improve(mean) else self._count + 1
+        reason = self._reason()
+        if self.verbose and reason is not None and before is None:
             updater = trainer.updater
-            info(
-                f"training stops early, at epoch {updater.epoch}, iteration {updater.iteration}: {self.key} has been "
-                f"no better than {self._best} in {self.patience} checks, and was {mean} in the last"
-            )
-        return self._count >= self.patience
+            info(f"training stops early, at epoch {updater.epoch}, iteration {updater.iteration}: {self.key} {reason}")
+        return reason is not None
+
+    def _reason(self) -> str | None:
+        """Return why training may stop, ``None`` if it may not."""
+        last = math.nan if self._last is None else self._last
+        if self._threshold is not None and self._sign * (last - self._threshold) >= 0:
+            return f"was {last}, as good as the threshold {self._threshold}"
+        if self._check_finite and self._last is not None and not math.isfinite(last):
+            return f"was {last}, which is not finite"
+        if self._count >= self.patience:
+            return f"has been no better than {self._best} in {self.patience} checks, and was {last} in the last"
+        return None
 
     def get_training_length(self) -> tuple[float, str] | None:
         """Return the length of ``max_trigger`` and its unit; ``None`` if it has none."""
@@ -305,10 +382,11 @@ class EarlyStoppingTrigger(BestValueTrigger):
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._count = serializer("count", self._count)
+        self._last = serializer("last", self._last)
         saved_mode = serializer("mode", self.mode)
         super().serialize(serializer)
         if saved_mode != self.mode:
-            self._best, self._count = None, 0
+            self._best, self._count, self._last = None, 0, None
         serialize_inner_trigger(serializer, "max_trigger", self.max_trigger)
 
     def __repr__(self) -> str:
