@@ -448,7 +448,7 @@ class CombinedTrigger(Trigger):
         return f"{self._combine.__name__}_of({', '.join(map(describe, self._triggers))})"
 
 
-def any_of(*triggers: TriggerLike) -> CombinedTrigger:
+def any_of(*triggers: TriggerLike) -> Trigger:
     """Return a trigger that fires when one or more of several do.
 
     All are asked in every iteration, and saved with the run, so that each keeps its own count. As a stop trigger, a pair
@@ -468,7 +468,7 @@ def any_of(*triggers: TriggerLike) -> CombinedTrigger:
     return _combine(any, triggers)
 
 
-def all_of(*triggers: TriggerLike) -> CombinedTrigger:
+def all_of(*triggers: TriggerLike) -> Trigger:
     """Return a trigger that fires when all of several fire in the same iteration; see `any_of`.
 
     Example::
