@@ -72,6 +72,8 @@ class Options:
         clip: the largest norm of the gradients, if there is.
         tokens: whether the loss comes with a weight.
         own_core: whether an ``update_core`` of its own takes two batches and steps with two optimizers.
+        two: whether two optimizers step one after the other, each a part of the model.
+        balance: how virtual ranks are dealt.
         extended: whether there are extensions that compute from parameters and reported values.
         across: whether the next epoch completes an update that the end of an epoch is inside of.
         optimizer: the class of PyTorch's, where there is one.
@@ -99,6 +101,8 @@ class Options:
     clip: float | None = None
     tokens: bool = False
     own_core: bool = False
+    two: bool = False
+    balance: str = "even"
     extended: bool = False
     across: bool = True
     optimizer: str = "Adam"
@@ -304,7 +308,7 @@ def model_of(options, comm):
 
 
 def optimizer_of(options, model):
-    if not options.own_core:
+    if not (options.own_core or options.two):
         return getattr(torch.optim, options.optimizer)(model.parameters(), lr=0.01)
     *body, head = getattr(model, "module", model).predictor
     return {
@@ -313,20 +317,22 @@ def optimizer_of(options, model):
     }
 
 
-def extensions_of(model):
+def extensions_of(model, optimizer, report_grads):
     return [
         extensions.ExponentialMovingAverage(model, 0.9),
-        extensions.ParameterStatistics(model, trigger=(2, "iteration")),
+        extensions.ParameterStatistics(model, report_grads=report_grads, trigger=(2, "iteration")),
         extensions.MicroAverage("main/loss", "main/accuracy", "ratio", trigger=(2, "iteration")),
         extensions.MinValue("main/loss", trigger=(2, "iteration")),
-        extensions.ExponentialShift("lr", 0.9),
-        extensions.observe_lr(),
+        extensions.ExponentialShift("lr", 0.9, optimizer=optimizer),
+        extensions.observe_lr(optimizer),
         extensions.FailOnNonNumber(),
     ]
 
 
 class TwoSteps(training.StandardUpdater):
     """Trains one part of the model after the other, on a batch each; what it draws and reports follows a step."""
+
+    average = None
 
     def update_core(self):
         for name in self.get_all_optimizers():
@@ -336,6 +342,8 @@ class TwoSteps(training.StandardUpdater):
             self.backward(loss)
             self.step(name)
             chainring.report({f"{name}/drawn": torch.rand(())})
+            if self.average is not None:
+                self.average.update()
 
 
 def in_tokens(function):
@@ -377,6 +385,7 @@ def build(options, comm, place):
         callbacks=callbacks_of(options, model, first),
         accumulate_across_epochs=options.across,
         virtual_ranks=options.virtual_ranks,
+        balance=options.balance,
     )
     stop = (options.iterations, "iteration") if options.repeat else None
     trainer = training.Trainer(updater, stop, out=options.url or f"{place}/out")
@@ -384,7 +393,11 @@ def build(options, comm, place):
     trainer.extend(extensions.Evaluator(held_out, model, images_and_labels), trigger=(5, "iteration"))
     trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
     trainer.extend(extensions.snapshot(autoload=True), trigger=(options.period, "iteration"))
-    for extension in extensions_of(model) if options.extended else ():
+    # The loss of the second step leaves gradients with the first optimizer, which each rank has by itself.
+    further = extensions_of(model, list(updater.get_all_optimizers())[-1], report_grads=not options.own_core)
+    for extension in further if options.extended else ():
+        if options.own_core and options.accumulate == 1 and isinstance(extension, extensions.ExponentialMovingAverage):
+            updater.average = extension
         trainer.extend(extension)
     trainer.extend(befalling, name="befalling")
     if options.losses:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from chainring import iterators, training
-from chainring._distributed.communicator import RanksLost
+from chainring._distributed.communicator import Communicator, RanksLost
 from chainring.nn import Classifier
 from chainring.parallel import create_communicator
 from chainring.training import extensions
@@ -68,17 +68,56 @@ class Busy(Classifier):
         return super().forward(x, t)
 
 
-def run(comm, out, dying=None, at=0, after=None, **settings):
+class TwoSteps(training.StandardUpdater):
+    """Steps with one optimizer after the other, on a batch each, and averages the model between the steps."""
+
+    def update_core(self):
+        for name in self.get_all_optimizers():
+            self.backward(self.get_model("main")(*self.next_batch()))
+            self.step(name)
+            self.average.update()
+
+
+class Counted(iterators.Iterator):
+    """Without a mark to which it could return: its position is its state."""
+
+    serves_virtual_ranks = True
+
+    def __init__(self, dataset):
+        self.dataset, self.batch_size, self.at = dataset, 8, 0
+
+    def __next__(self):
+        self.at += 1
+        self.epoch, self.is_new_epoch = self.at // 3, self.at % 3 == 0
+        positions = torch.arange(8 * self.at, 8 * self.at + 8) % len(self.dataset)
+        return self.take_share(iterators.Batch([self.dataset[i] for i in positions]))
+
+    def serialize(self, serializer):
+        self.at = serializer("at", self.at)
+        self.epoch = self.at // 3
+
+
+def run(comm, out, dying=None, at=0, after=None, kind=None):
     """A rank dies when it fetches for the given time, or after an iteration."""
     torch.manual_seed(0)
     rank = 0 if comm is None else comm.rank
     dataset = Dying(at if rank == dying else -1)
-    model = Busy(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3)))
+    body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
+    model, head = Busy(nn.Sequential(*body, last := nn.Linear(8, 3))), last
     model.rank = rank
-    iterator = iterators.SerialIterator(dataset, 8, shuffle=True, seed=0)
-    optimizer = torch.optim.Adam(model.parameters())
-    updater = training.StandardUpdater(iterator, optimizer, model, comm=comm, **{"virtual_ranks": 4, **settings})
+    iterator = Counted(dataset) if kind == "without a mark" else iterators.SerialIterator(dataset, 8, shuffle=True, seed=0)
+    optimizer, cls = torch.optim.Adam(model.parameters()), training.StandardUpdater
+    settings = {"virtual_ranks": 4, "balance": "speed" if kind == "balance" else "even"}
+    if kind == "two steps":
+        cls, settings["precision"] = TwoSteps, "fp16"
+        optimizer = {"body": torch.optim.AdamW(body.parameters()), "head": torch.optim.SGD(head.parameters(), 0.1, 0.9)}
+    if kind == "after the step":
+        done = training.UpdateCallbacks(update_on_finish=lambda _: (comm or Communicator()).gather_object(dataset[0]))
+        settings["callbacks"] = done
+    updater = cls(iterator, optimizer, model, comm=comm, **settings)
+    updater.average = extensions.ExponentialMovingAverage(model, 0.9)
     trainer = training.Trainer(updater, (12, "iteration"), out=str(out))
+    trainer.extend(updater.average)
     trainer.extend(extensions.Evaluator(iterators.SerialIterator(EXAMPLES, 6, repeat=False, shuffle=False), model))
     trainer.extend(extensions.LogReport(trigger=(2, "iteration")))
     if after is not None:
@@ -86,11 +125,7 @@ def run(comm, out, dying=None, at=0, after=None, **settings):
         trainer.extend(lambda _: die(), trigger=(after, "iteration"))
     trainer.run()
     if comm is None or comm.is_main:
-        torch.save(model.state_dict(), out / "model")
-
-
-def run_by_speed(comm, out, *arguments):
-    run(comm, out, *arguments, balance="speed")
+        torch.save({**model.state_dict(), **updater.average.model.state_dict(prefix="average.")}, out / "model")
 
 
 def rows_of(out):
@@ -114,11 +149,27 @@ def test_the_other_ranks_train_on_to_the_same_bits(tmp_path, dying):
     assert again["lost"].startswith(f"rank {dying} (process ")
 
 
-@pytest.mark.parametrize(("at", "after"), [(20, None), (0, 5)], ids=["in an update", "before speeds are exchanged"])
-def test_virtual_ranks_that_are_dealt_by_speed_are_dealt_anew(tmp_path, at, after):
-    """To the same bits too; ranks compare their speeds where an update begins, which is done again like all of it."""
-    run(None, tmp_path / "alone")
-    assert end_of(3, run_by_speed, tmp_path / "three", 0, at, after) == [-signal.SIGKILL, 0, 0]
+@pytest.mark.parametrize(
+    ("kind", "at", "after"),
+    [
+        ("balance", 20, None),
+        ("balance", 0, 5),
+        ("two steps", 19, None),
+        ("after the step", 15, None),
+        ("without a mark", 35, None),
+    ],
+    ids=[
+        "dealt by speed",
+        "dealt by speed, before speeds are exchanged",
+        "an update_core of two optimizers, between their steps",
+        "a callback that exchanges after the step",
+        "an iterator that returns to no mark",
+    ],
+)
+def test_an_update_begins_again_as_it_has_begun(tmp_path, kind, at, after):
+    """What it has changed is put back: parameters, states of optimizers, loss scale, average, position in the data."""
+    run(None, tmp_path / "alone", kind=kind)
+    assert end_of(3, run, tmp_path / "three", 0, at, after, kind) == [-signal.SIGKILL, 0, 0]
     expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "three")
@@ -155,7 +206,7 @@ def test_a_store_inside_of_rank_0_is_refused(monkeypatch):
 
 def without_virtual_ranks(comm, out):
     model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="so far, and without an update_core") as error:
+    with pytest.raises(ValueError, match="of virtual ranks alone so far: give") as error:
         training.StandardUpdater(EXAMPLES, torch.optim.SGD(model.parameters()), model, comm=comm)
     (out / str(comm.rank)).write_text(str(error.value))
 

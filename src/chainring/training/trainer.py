@@ -332,7 +332,10 @@ class Trainer(Stateful):
         ends = surround(self._observers, "ends", self, call=partial(_ends, self))
         update = surround(self._observers, "around_update", self, call=self.updater.update)
         if self.comm.survives:  # both are done again, by the ranks that are left, if some are lost meanwhile
-            ends, update = partial(self._run.repeat, self, ends), partial(self._run.repeat, self, update)
+            from chainring.training._repeat import RepeatableUpdate  # which few programs need
+
+            ends = partial(self._run.repeat, self, ends)
+            update = partial(self._run.repeat, self, RepeatableUpdate(self, self._run.carried, update))
         steps = [_step_of(entry, self) for entry in self.entries if not entry.is_snapshot]
         snapshots = [_step_of(entry, self) for entry in self.entries if entry.is_snapshot]
         if not self.is_replaying and any(entry.optional("target") is None for entry, *_ in snapshots):

@@ -140,7 +140,7 @@ class ExponentialMovingAverage(Extension):
             RuntimeError: the average has a ``start``, and the extension is not registered in a running trainer; or it is
                 called in a second micro-batch of an update with ``accumulate``.
         """
-        run_once_an_update(self._update)
+        run_once_an_update(self, self._update)
 
     def _update(self) -> None:
         if self._is_updated and self._trainer is not None and getattr(self._trainer.updater, "accumulate", 1) > 1:

@@ -29,6 +29,7 @@ OWN_ATTRIBUTES = frozenset(["_scheme", "comm", "_layouts", "_flags", "_groups"])
 """Of an updater, those that hold no state of the script."""
 
 _PLAIN = (type, ModuleType, str, bytes, int, float, complex, type(None), Tensor)
+_OF_UPDATER = "carried/"
 _MAX_DEPTH, _MAX_ITEMS, _MAX_OBJECTS = 8, 100, 10_000
 
 
@@ -67,7 +68,14 @@ class Carried(dict[str, dict[str, Any]]):
             if isinstance(callbacks, tuple):
                 functions |= {f"{stage}:{index}": callback for index, callback in enumerate(callbacks)}
         for name, function in functions.items():
-            self.add(f"carried/{name}", function)
+            self.add(f"{_OF_UPDATER}{name}", function)
+
+    def of_updater(self) -> Carried:
+        """Return what the functions of the updater carry."""
+        carried = Carried()
+        carried.update({key: objects for key, objects in self.items() if key.startswith(_OF_UPDATER)})
+        carried._initial = self._initial
+        return carried
 
     def save(self, serializer: Serializer, trainer: Trainer, *, is_whole: bool = False) -> None:
         """Save what nothing else has saved with it, of modules what has changed or the whole.

@@ -84,6 +84,7 @@ class Memory:
         epochs, has_freed, error = (part.epoch, part.epoch_detail), False, None
         on_host = self._least < _NEVER and _numbers_in(part.list_batches(), _NEVER) >= self._least
         put_back_metrics = remember(self._metrics) if self._metrics else _do_nothing
+        outer = taken_back.get()
         while True:
             undo: list[Callable[[], Any]] = []
             token = taken_back.set(undo)
@@ -91,12 +92,14 @@ class Memory:
                 with saved_on_host(self._parameters) if on_host else nullcontext():
                     part.whole.compute_once(part)
                 break
-            except Exception as failure:
+            except BaseException as failure:
                 if (
                     failure is error
                     or not is_out_of_memory(failure)
                     or not self._may_retry(failure, part, has_freed, on_host)
                 ):
+                    if outer is not None:
+                        outer += undo
                     raise
                 error = failure
                 for cause in _causes(failure):
@@ -115,7 +118,7 @@ class Memory:
         if not part.counts:
             for function in reversed(undo):
                 function()
-        elif (outer := taken_back.get()) is not None:
+        elif outer is not None:
             outer += undo
         if error is not None:
             self._watch.check()

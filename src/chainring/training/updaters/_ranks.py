@@ -275,7 +275,7 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
             )
 
 
-def check_survival(models: Mapping[str, nn.Module], virtual_ranks: int | None, has_own_steps: bool, audit: Any) -> None:
+def check_survival(models: Mapping[str, nn.Module], virtual_ranks: int | None, audit: Any) -> None:
     """Refuse what could not go on, or not with the same bits, when ranks are lost."""
     reason = None
     if any(is_sharded(parameter) for model in models.values() for parameter in model.parameters()):
@@ -283,11 +283,9 @@ def check_survival(models: Mapping[str, nn.Module], virtual_ranks: int | None, h
     elif _list_ddp_modules(list(models.values())):
         reason = "DistributedDataParallel keeps to the ranks with which it was made: leave the model plain, whose gradients "
         reason += "the updater exchanges"
-    elif virtual_ranks is None or has_own_steps:
-        reason = (
-            "an interrupted update is computed again of virtual ranks alone so far, and without an update_core or a step "
-        )
-        reason += "of your own: give StandardUpdater(..., virtual_ranks=)"
+    elif virtual_ranks is None:
+        reason = "an interrupted update is computed again of virtual ranks alone so far: "
+        reason += "give StandardUpdater(..., virtual_ranks=)"
     elif list_metrics(models.values()):
         reason = "what a metric object in a model has counted is not put back so far: report a value of each batch"
     elif audit:

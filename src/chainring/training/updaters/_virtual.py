@@ -276,6 +276,7 @@ class VirtualUpdate:
             self._result = self._ranks.agreements[len(self._sums)].start(
                 Findings(*self._end_parts()), self._counted_parts, self._ranks.deal
             )()
+            self._complete(self._result[0])
         findings, means = self._result
         self._ranks.statistics.finish(self._ranks.comm, findings.changed, means.rows)
         for part in reversed(self._counted_parts):  # of values that have no mean, those of the first are kept
@@ -565,10 +566,8 @@ class VirtualUpdate:
             exchange, _ = self._start_exchange(number, parameters)
             exchange.start_all(leaf)
             gradients = exchange.finish()
-        if comm.survives and comm.size > 1:  # nothing is exchanged after the step
-            ranks.statistics.exchange(comm, findings.changed)
-            if findings.is_stale or findings.changed:
-                comm.barrier()
+        if not ranks.may_continue:
+            self._complete(findings)
         for index, parameter in enumerate(parameters):
             parameter.grad = None
             if index not in findings.absent:
@@ -577,6 +576,14 @@ class VirtualUpdate:
         if not ranks.may_continue:
             self._result = findings, means
         return means.step_weights
+
+    def _complete(self, findings: Findings) -> None:
+        """Exchange the last of what ranks need, if some may be lost: none goes on before all have it."""
+        comm = self._ranks.comm
+        if comm.survives and comm.size > 1:
+            self._ranks.statistics.exchange(comm, findings.changed)
+            if findings.is_stale or findings.changed:
+                comm.barrier()
 
 
 class _Fetched(NamedTuple):

@@ -171,8 +171,14 @@ def undo_if_computed_again(function: Callable[[], Any]) -> None:
         undo.append(function)
 
 
-def run_once_an_update(function: Callable[[], Any]) -> None:
-    """Run a function, once for all virtual ranks where one of them asks for it."""
+keeping: ContextVar[Callable[[Any], None] | None] = ContextVar("keeping", default=None)
+"""Keeps the state that an object has now, and puts it back if ranks are lost in the update, as all that this has changed."""
+
+
+def run_once_an_update(owner: Any, function: Callable[[], Any]) -> None:
+    """Run a function that changes the state of its owner, once for all virtual ranks where one of them asks for it."""
+    if (keep := keeping.get()) is not None:
+        keep(owner)
     meet = meeting.get()
     if meet is None:
         function()

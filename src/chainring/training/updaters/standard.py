@@ -269,8 +269,7 @@ class StandardUpdater(Updater):
         """Add what the settings need beside one micro-batch in one process: virtual ranks, means, watches, compilation."""
         scheme, comm = self._scheme, self.comm
         if comm.survives:
-            has_own_steps = self._overrides("update_core", "step")
-            check_survival(scheme.models, self.virtual_ranks, has_own_steps, scheme.audit)
+            check_survival(scheme.models, self.virtual_ranks, scheme.audit)
         has_closures = any(map(needs_closure, scheme.optimizers.values()))
         if has_closures and scheme.precision.scaler and not scheme.has_own_core:
             raise ValueError(NO_FP16)
@@ -640,6 +639,7 @@ class StandardUpdater(Updater):
         scaler = scheme.precision.scaler
         scaler_state = serializer["precision"]("scaler", None if scaler is None else scaler.state_dict())
         if scaler is not None and scaler_state is not None and loads:
+            scaler.update()  # forgets the steps of an update that was interrupted
             scaler.load_state_dict(scaler_state)
         for name, value in {  # that a resumed run may change, which is then announced
             "virtual_ranks": self.virtual_ranks,
