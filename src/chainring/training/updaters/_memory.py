@@ -253,7 +253,7 @@ def _first_difference(before: dict[str, Any], after: dict[str, Any]) -> str | No
     return None
 
 
-def _refuse(part: Part, error: Exception, name: str) -> NoReturn:
+def _refuse(part: Part, error: BaseException, name: str) -> NoReturn:
     """Raise the error from before a virtual rank was computed again, since it has changed something."""
     error.add_note(f"{_name(part)} is not computed again, since it may have changed {name}, of which nobody has a copy")
     raise error
