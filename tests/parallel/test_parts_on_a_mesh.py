@@ -316,13 +316,15 @@ def extensions_of(name, trigger):
 
 @feature_of_all_layouts
 def counts_of_examples(place):
-    """Those of ranks that see the same rows count once, and the peak of memory is that of all ranks."""
+    """Those of ranks that see the same rows count once, as do operations; the peak of memory is that of all ranks."""
     names = ["throughput/examples_per_second", "throughput/iterations_per_second", "throughput/peak_memory_mib"]
     peaks = place.comm.world.gather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    found = train(place, extensions.Throughput((3, "iteration")), keys=names)
-    assert found.pop("throughput/peak_memory_mib")[-1] >= max(peaks) - 1e-3
-    del names[-1]
-    return {"examples": [a and round(a / b, 6) for a, b in zip(*(found[name] for name in names), strict=True)]}
+    names.append("throughput/model_flops_per_second")
+    found = train(place, extensions.Throughput((3, "iteration"), flops=True), keys=names)
+    assert found["throughput/peak_memory_mib"][-1] >= max(peaks) - 1e-3
+    examples, iterations, _, flops = (found[name] for name in names)
+    counts = {"examples": examples, "flops": flops}
+    return {key: [a and round(a / b, 6) for a, b in zip(of, iterations, strict=True)] for key, of in counts.items()}
 
 
 @feature

@@ -200,7 +200,8 @@ class Observer:
 
 
 def surround(observers: Iterable[Observer], method: str, *arguments: Any, call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a call with the methods of this name of all observers around it."""
+    """Return a call with the methods of this name around it, of all observers that define one."""
     for observer in observers:
-        call = partial(getattr(observer, method), *arguments, call)
+        if getattr(type(observer), method) is not getattr(Observer, method):
+            call = partial(getattr(observer, method), *arguments, call)
     return call

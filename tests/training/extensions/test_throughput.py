@@ -8,7 +8,7 @@ from regressions import Regression, same_regression, updater_of
 from resuming import parts, whole
 from scripted import Counting
 
-from chainring import training
+from chainring import serializers, training
 from chainring.training import extensions
 
 EVERY_2 = (2, "iteration")
@@ -151,7 +151,7 @@ def test_training_is_the_same_with_it_and_the_converter_is_put_back(tmp_path):
 
 
 def test_the_seconds_before_a_resume_do_not_count(tmp_path, clock):
-    """It has no state: a resumed interval is timed from where this process began."""
+    """A resumed interval is timed from where this process began."""
 
     def make():
         seen, updater = [], updater_of(same_regression())
@@ -163,6 +163,71 @@ def test_the_seconds_before_a_resume_do_not_count(tmp_path, clock):
         return updater, [go, extensions.Throughput((4, "iteration")), look]
 
     _, _, (_, _, look) = whole(tmp_path, make, 4)
-    (_, _, _), (trainer, _, (_, _, resumed)) = parts(tmp_path / "cut", make, 4, 3, way="file")
+    (_, _, _), (_, _, (_, _, resumed)) = parts(tmp_path / "cut", make, 4, 3, way="file")
     assert look.seen == resumed.seen == [1.0]
-    assert not any(key.startswith("extensions/throughput") for key in trainer.state_dict())
+
+
+@pytest.fixture
+def clocks(clock, monkeypatch):
+    """Both clocks, which go together; an update takes a second."""
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    return clock
+
+
+def timed(out, clocks, length=4, own=(), loads=None):
+    """A trainer that takes snapshots at every second iteration, and the goodput by iteration."""
+    updater = updater_of(callbacks=training.UpdateCallbacks(forward_on_start=lambda _: pass_time(clocks, 1)))
+    trainer, seen = training.Trainer(updater, (length, "iteration"), out=str(out)), {}
+    trainer.extend(extensions.Throughput((1, "iteration")))
+    trainer.extend(extensions.snapshot(), trigger=EVERY_2)
+    for extension in own:
+        trainer.extend(extension)
+    trainer.extend(lambda t: seen.__setitem__(t.updater.iteration, t.observation["throughput/goodput"]), "look")
+    if loads is not None:
+        serializers.load(loads, trainer)
+    return trainer, seen
+
+
+def pass_time(clocks, seconds):
+    clocks[0] += seconds
+
+
+def test_goodput_is_the_part_of_the_time_that_went_into_updates(tmp_path, clocks):
+    """A second each here; an extension that takes three is no update."""
+    trainer, seen = timed(tmp_path, clocks)
+    trainer.extend(lambda trainer: pass_time(clocks, 3), "evaluation", priority=900)
+    trainer.run()
+    assert seen == dict.fromkeys(range(1, 5), 0.25)
+
+
+def test_updates_that_a_kill_has_undone_and_the_time_until_the_next_start_are_lost(tmp_path, clocks):
+    """Two of three updates are kept; the machine is away for five seconds."""
+    trainer, _ = timed(tmp_path / "killed", clocks, length=3)
+    trainer.run()
+    pass_time(clocks, 5)
+    trainer, seen = timed(tmp_path / "resumed", clocks, loads=tmp_path / "killed" / "snapshot_iter_2")
+    trainer.run()
+    assert seen == {3: 3 / 9, 4: 4 / 10}
+
+
+def test_updates_that_a_rollback_has_undone_are_lost(tmp_path, clocks):
+    """The run goes back from the third iteration to the second, once."""
+    went_back = []
+
+    def go_back(trainer):
+        if trainer.updater.iteration == 3 and not went_back:
+            went_back.append(True)
+            raise training.RollBack("the third is to be done again")
+
+    trainer, seen = timed(tmp_path, clocks, own=[go_back])
+    trainer.run()
+    assert went_back
+    assert seen == {1: 1.0, 2: 1.0, 3: 3 / 4, 4: 4 / 5}
+
+
+def test_goodput_is_no_difference_between_a_run_and_the_resumed_one(tmp_path, clocks):
+    """Its state follows the clock, as the elapsed time, by which name tools leave it out."""
+    trainer, _ = timed(tmp_path, clocks)
+    assert [key for key in trainer.state_dict() if key.startswith("extensions/throughput")] == [
+        "extensions/throughput/elapsed_time"
+    ]

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from chainring._checks import is_number
 from chainring._files import atomic_write, replace_file
 from chainring.reporting.reporter import report
+from chainring.serializers.protocol import AbstractSerializer, Serializer
+from chainring.training._entry import Observer
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, undo_if_computed_again
+
+if TYPE_CHECKING:
+    from chainring.training.extensions._flops import UpdateFlops
 
 
 class _Measurement(Extension):
@@ -48,6 +57,13 @@ class Throughput(_Measurement):
     - ``examples_per_second``: of the batches that the updater converted, if it has `UpdateCallbacks` and knows their sizes.
     - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"``, and its sum is not the
       number of examples.
+    - ``model_flops_per_second``, with ``flops=True``: the floating-point operations of an update in those products and
+      convolutions for which ``torch.utils.flop_counter`` has a formula, an addition and a multiplication being two, times
+      the updates a second. They are counted in the first update after a start, over all ranks, and follow the number of
+      examples where batches differ. What gradient checkpointing computes again does not count.
+    - ``mfu``, if the peak of the device is known: model FLOPs utilization, the part that they are of its peak.
+    - ``goodput``: the part of the time since the run was first started that went into updates which were kept. What a kill
+      or a rollback has undone is not in it, nor is the time in between, nor that of evaluations and snapshots.
     - ``peak_memory_mib``: the peak since the process started, of the memory allocated on the accelerator of the models, or
       of the memory of this process if they are on the CPU, for which Windows needs ``chainring[system]``.
 
@@ -56,17 +72,42 @@ class Throughput(_Measurement):
 
     Example::
 
-        trainer.extend(extensions.Throughput(trigger=(100, "iteration")))
+        trainer.extend(extensions.Throughput(trigger=(100, "iteration"), flops=True))
 
     Args:
         trigger: when to report. ``extend(..., trigger=t)`` means the same and takes precedence.
+        flops: True to count operations; by default they are if ``peak_flops`` is given. The update in which they are
+            counted takes longer, and computes the same bits.
+        peak_flops: the operations a second that one device can do at best, as its data sheet says of dense matrices in the
+            precision of the model. By default it is known of some GPUs, by the precision of each operation.
+
+    Raises:
+        TypeError: ``flops`` is not True, False or ``None``.
+        ValueError: ``peak_flops`` is not a number above 0, or is given with ``flops=False``.
     """
 
     default_name = "throughput"
+    reported_keys: Sequence[str] = ()
 
-    def __init__(self, trigger: TriggerLike = (1, "epoch")) -> None:
+    def __init__(
+        self, trigger: TriggerLike = (1, "epoch"), *, flops: bool | None = None, peak_flops: float | None = None
+    ) -> None:
         super().__init__(trigger)
+        if flops is not None and not isinstance(flops, bool):
+            raise TypeError(f"flops is True to count the operations of an update, or False; got {flops!r}")
+        if peak_flops is not None and (flops is False or not is_number(peak_flops) or not 0 < peak_flops < math.inf):
+            raise ValueError(
+                "peak_flops is the operations a second that one device can do, a number above 0, of which flops=True takes "
+                f"the part; got peak_flops={peak_flops!r}, flops={flops!r}"
+            )
         self._callbacks: UpdateCallbacks | None = None
+        self._kept = _KeptTime()
+        self._flops: UpdateFlops | None = None
+        self._undo = ExitStack()
+        if flops or peak_flops is not None:
+            from chainring.training.extensions._flops import UpdateFlops  # which imports much of torch
+
+            self._flops = UpdateFlops(peak_flops)
 
     def _reset(self) -> None:
         self._started_at = time.monotonic()
@@ -81,14 +122,24 @@ class Throughput(_Measurement):
         if isinstance(callbacks, UpdateCallbacks):
             self._callbacks = callbacks
             callbacks.add("batch_on_finish", self._count_examples)
+            self._undo.callback(callbacks.remove, "batch_on_finish", self._count_examples)
+        if self._flops is not None:
+            name = trainer.extension_name or self.default_name
+            self.reported_keys = (f"{name}/model_flops_per_second", f"{name}/mfu")
+            self._flops.begin(trainer)
+            self._undo.callback(trainer.watch(self._flops))
+        self._kept.begin(self._accelerator)
+        self._undo.callback(trainer.watch(self._kept))
+        self._examples_of_first = 0
         self._reset()
 
     def finalize(self) -> None:
-        if self._callbacks is not None:
-            self._callbacks.remove("batch_on_finish", self._count_examples)
+        self._undo.close()
         self._callbacks = None
 
     def _count_examples(self, context: UpdateContext) -> None:
+        if self._flops is not None:
+            self._flops.count_batch(context)
         if context.examples is None:
             self._are_counted = False
         else:
@@ -102,6 +153,7 @@ class Throughput(_Measurement):
         self._iterations += 1
         if self._callbacks is None:
             return
+        self._examples_of_first = self._examples_of_first or self._examples_of_update
         self._examples, self._examples_of_update = self._examples + self._examples_of_update, 0
         weight = trainer.updater.weight
         self._tokens = self._tokens + (weight.detach() if isinstance(weight, Tensor) else weight)
@@ -112,9 +164,11 @@ class Throughput(_Measurement):
         seconds = time.monotonic() - self._started_at
         if not self._iterations or seconds <= 0:
             return
-        counts = self._examples, float(self._tokens), _peak_memory(self._accelerator) / 2**20
-        gathered = trainer.comm.world.gather_object(counts)
-        examples, tokens = (sum(gathered[rank][kind] for rank in trainer.comm.data_ranks) for kind in range(2))
+        flops = (0, 0.0) if self._flops is None else (self._flops.count, self._flops.seconds)
+        counts = self._examples, float(self._tokens), _peak_memory(self._accelerator) / 2**20, self._kept.part()
+        gathered = trainer.comm.world.gather_object((*counts, *flops, self._examples_of_first))
+        sums = [sum(gathered[rank][kind] for rank in trainer.comm.data_ranks) for kind in range(7)]
+        examples, tokens, _, _, flops_of_first, least_seconds, examples_of_first = sums
         if trainer.comm.survives:  # each rank counts those of all
             tokens = gathered[0][1]
         values = {"iterations_per_second": self._iterations / seconds}
@@ -124,9 +178,73 @@ class Throughput(_Measurement):
             values["examples_per_second"] = examples / seconds
         if self._callbacks is not None and tokens not in (examples, units):
             values["tokens_per_second"] = tokens / seconds
-        values["peak_memory_mib"] = max(memory for _, _, memory in gathered)
+        if all(gathered[rank][4] for rank in trainer.comm.data_ranks):
+            is_in_proportion = self._are_counted and examples_of_first > 0
+            updates = examples / examples_of_first if is_in_proportion else self._iterations
+            values["model_flops_per_second"] = flops_of_first * updates / seconds
+            if all(gathered[rank][5] for rank in trainer.comm.data_ranks):
+                values["mfu"] = least_seconds * updates / seconds / trainer.comm.world.size
+        values["goodput"] = gathered[0][3]
+        values["peak_memory_mib"] = max(row[2] for row in gathered)
         self._report(trainer, values)
         self._reset()
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        self._kept.serialize(serializer)
+
+
+class _KeptTime(Observer):
+    """The seconds of the updates that were kept, and of all since the run was first started.
+
+    On an accelerator, seconds are between events there, which are read when they have passed: nobody waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._first: float | None = None  # by the clock of the wall, which goes on between two processes
+        self._began: float | None = None  # the same on the monotonic clock of this process
+        self._device: torch.device | None = None
+        self._spans = deque[tuple[Any, Any]]()
+
+    def begin(self, device: torch.device | None) -> None:
+        """Count the updates of this start, after what was loaded."""
+        self._device = device
+        self._spans.clear()
+        if self._first is None:
+            self._first, self._began = time.time(), time.monotonic()
+        elif self._began is None:
+            self._began = time.monotonic() - max(time.time() - self._first, self._seconds)
+
+    def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
+        if self._device is None:
+            self._seconds -= time.monotonic()
+            update()
+            self._seconds += time.monotonic()
+            return
+        began, ended = (torch.Event(device=self._device, enable_timing=True) for _ in range(2))
+        began.record()
+        update()
+        ended.record()
+        self._spans.append((began, ended))
+        self._read()
+
+    def _read(self) -> None:
+        while self._spans and self._spans[0][1].query():
+            began, ended = self._spans.popleft()
+            self._seconds += began.elapsed_time(ended) / 1000
+
+    def part(self) -> float:
+        """Return what part of the time since the first start they are."""
+        self._read()
+        seconds = 0.0 if self._began is None else time.monotonic() - self._began
+        return min(self._seconds / seconds, 1.0) if seconds > 0 else 0.0
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        self._read()
+        saved = serializer("elapsed_time", [self._seconds, self._first])
+        if not isinstance(serializer, Serializer):
+            self._seconds, self._first = saved
+            self._began = self._began if self._first is not None else None
 
 
 def _peak_memory(device: torch.device | None) -> int:
