@@ -254,7 +254,7 @@ def own_methods(thing):
 @pytest.mark.parametrize(
     "words",
     ["mixed precision", "checkpoint", "gradient accumulation", "GPU", "multi-GPU", "learning rate schedule",
-     "early stopping", "logging", "debugging NaN", "fine-tuning", "learning rate finder"],
+     "early stopping", "logging", "debugging NaN", "fine-tuning", "learning rate finder", "throughput", "MFU", "FLOPs"],
 )  # fmt: skip
 def test_the_words_of_the_field_are_in_a_heading(words):
     """Whoever looks for one of them finds where it is written about; a checkpoint is said to be called a snapshot here."""

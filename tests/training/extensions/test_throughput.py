@@ -1,5 +1,7 @@
 """Throughput: iterations, examples and tokens a second, and the peak of memory."""
 
+import datetime
+import json
 import time
 
 import pytest
@@ -167,16 +169,9 @@ def test_the_seconds_before_a_resume_do_not_count(tmp_path, clock):
     assert look.seen == resumed.seen == [1.0]
 
 
-@pytest.fixture
-def clocks(clock, monkeypatch):
-    """Both clocks, which go together; an update takes a second."""
-    monkeypatch.setattr(time, "time", lambda: clock[0])
-    return clock
-
-
-def timed(out, clocks, length=4, own=(), loads=None):
+def timed(out, clock, length=4, own=(), loads=None):
     """A trainer that takes snapshots at every second iteration, and the goodput by iteration."""
-    updater = updater_of(callbacks=training.UpdateCallbacks(forward_on_start=lambda _: pass_time(clocks, 1)))
+    updater = updater_of(callbacks=training.UpdateCallbacks(forward_on_start=lambda _: pass_time(clock, 1)))
     trainer, seen = training.Trainer(updater, (length, "iteration"), out=str(out)), {}
     trainer.extend(extensions.Throughput((1, "iteration")))
     trainer.extend(extensions.snapshot(), trigger=EVERY_2)
@@ -188,29 +183,31 @@ def timed(out, clocks, length=4, own=(), loads=None):
     return trainer, seen
 
 
-def pass_time(clocks, seconds):
-    clocks[0] += seconds
+def pass_time(clock, seconds):
+    clock[0] += seconds
 
 
-def test_goodput_is_the_part_of_the_time_that_went_into_updates(tmp_path, clocks):
+def test_goodput_is_the_part_of_the_time_that_went_into_updates(tmp_path, clock):
     """A second each here; an extension that takes three is no update."""
-    trainer, seen = timed(tmp_path, clocks)
-    trainer.extend(lambda trainer: pass_time(clocks, 3), "evaluation", priority=900)
+    trainer, seen = timed(tmp_path, clock)
+    trainer.extend(lambda trainer: pass_time(clock, 3), "evaluation", priority=900)
     trainer.run()
     assert seen == dict.fromkeys(range(1, 5), 0.25)
 
 
-def test_updates_that_a_kill_has_undone_and_the_time_until_the_next_start_are_lost(tmp_path, clocks):
-    """Two of three updates are kept; the machine is away for five seconds."""
-    trainer, _ = timed(tmp_path / "killed", clocks, length=3)
+def test_updates_that_a_kill_has_undone_and_the_time_until_the_next_start_are_lost(tmp_path, clock, monkeypatch):
+    """Two of three updates are kept; the run is continued 4,000 seconds after its first start."""
+    trainer, _ = timed(tmp_path, clock, length=3)
     trainer.run()
-    pass_time(clocks, 5)
-    trainer, seen = timed(tmp_path / "resumed", clocks, loads=tmp_path / "killed" / "snapshot_iter_2")
+    first = json.loads((tmp_path / "run.json").read_text())["starts"][0]["time"]
+    now = datetime.datetime.fromisoformat(first).timestamp() + 4001
+    monkeypatch.setattr(time, "time", lambda: now)
+    trainer, seen = timed(tmp_path, clock, loads=tmp_path / "snapshot_iter_2")
     trainer.run()
-    assert seen == {3: 3 / 9, 4: 4 / 10}
+    assert seen == {3: 3 / 4001, 4: 4 / 4002}
 
 
-def test_updates_that_a_rollback_has_undone_are_lost(tmp_path, clocks):
+def test_updates_that_a_rollback_has_undone_are_lost(tmp_path, clock):
     """The run goes back from the third iteration to the second, once."""
     went_back = []
 
@@ -219,15 +216,15 @@ def test_updates_that_a_rollback_has_undone_are_lost(tmp_path, clocks):
             went_back.append(True)
             raise training.RollBack("the third is to be done again")
 
-    trainer, seen = timed(tmp_path, clocks, own=[go_back])
+    trainer, seen = timed(tmp_path, clock, own=[go_back])
     trainer.run()
     assert went_back
     assert seen == {1: 1.0, 2: 1.0, 3: 3 / 4, 4: 4 / 5}
 
 
-def test_goodput_is_no_difference_between_a_run_and_the_resumed_one(tmp_path, clocks):
+def test_goodput_is_no_difference_between_a_run_and_the_resumed_one(tmp_path, clock):
     """Its state follows the clock, as the elapsed time, by which name tools leave it out."""
-    trainer, _ = timed(tmp_path, clocks)
+    trainer, _ = timed(tmp_path, clock)
     assert [key for key in trainer.state_dict() if key.startswith("extensions/throughput")] == [
-        "extensions/throughput/elapsed_time"
+        "extensions/throughput/elapsed_time/updates"
     ]

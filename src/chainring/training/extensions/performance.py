@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import math
@@ -9,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from torch import Tensor
 from chainring._checks import is_number
 from chainring._files import atomic_write, replace_file
 from chainring.reporting.reporter import report
-from chainring.serializers.protocol import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training._entry import Observer
+from chainring.training._run_directory import read_record
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of
 from chainring.training.trainer import Trainer
@@ -128,7 +130,7 @@ class Throughput(_Measurement):
             self.reported_keys = (f"{name}/model_flops_per_second", f"{name}/mfu")
             self._flops.begin(trainer)
             self._undo.callback(trainer.watch(self._flops))
-        self._kept.begin(self._accelerator)
+        self._kept.begin(trainer, self._accelerator)
         self._undo.callback(trainer.watch(self._kept))
         self._examples_of_first = 0
         self._reset()
@@ -194,32 +196,31 @@ class Throughput(_Measurement):
 
 
 class _KeptTime(Observer):
-    """The seconds of the updates that were kept, and of all since the run was first started.
+    """The seconds of the updates that were kept, as a part of all since the run was first started.
 
     On an accelerator, seconds are between events there, which are read when they have passed: nobody waits for it.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._first: float | None = None  # by the clock of the wall, which goes on between two processes
-        self._began: float | None = None  # the same on the monotonic clock of this process
+        self._began: float | None = None  # the first start, on the monotonic clock of this process
         self._device: torch.device | None = None
         self._spans = deque[tuple[Any, Any]]()
 
-    def begin(self, device: torch.device | None) -> None:
+    def begin(self, trainer: Trainer, device: torch.device | None) -> None:
         """Count the updates of this start, after what was loaded."""
         self._device = device
         self._spans.clear()
-        if self._first is None:
-            self._first, self._began = time.time(), time.monotonic()
-        elif self._began is None:
-            self._began = time.monotonic() - max(time.time() - self._first, self._seconds)
+        if not trainer.is_resumed:
+            self._seconds, self._began = 0.0, None
+        if self._began is None:  # otherwise the run has gone back in this process
+            self._began = time.monotonic() - max(trainer.elapsed_time, _seconds_since_first_start(trainer))
 
     def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
         if self._device is None:
-            self._seconds -= time.monotonic()
+            start = time.monotonic()
             update()
-            self._seconds += time.monotonic()
+            self._seconds += time.monotonic() - start
             return
         began, ended = (torch.Event(device=self._device, enable_timing=True) for _ in range(2))
         began.record()
@@ -241,10 +242,15 @@ class _KeptTime(Observer):
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._read()
-        saved = serializer("elapsed_time", [self._seconds, self._first])
-        if not isinstance(serializer, Serializer):
-            self._seconds, self._first = saved
-            self._began = self._began if self._first is not None else None
+        self._seconds = visit_optional(serializer["elapsed_time"], "updates", self._seconds)
+
+
+def _seconds_since_first_start(trainer: Trainer) -> float:
+    """Return those by the clock of the machine, which goes on between two processes; 0 where no start is recorded."""
+    with suppress(LookupError, TypeError, ValueError):  # a person may have edited it
+        first = read_record(Path(trainer.out))["starts"][0]["time"]
+        return time.time() - datetime.datetime.fromisoformat(first).timestamp() - 1  # of whole seconds
+    return 0.0
 
 
 def _peak_memory(device: torch.device | None) -> int:
