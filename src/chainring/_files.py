@@ -252,7 +252,7 @@ class AppendOnly:
 
     A snapshot beside the file has these three in place of the bytes: it does not grow with the file. More bytes may follow
     in the file, of updates after the snapshot, or a tail that the next write replaces. Without a path, as in a run in
-    memory, the bytes are in ``content``.
+    memory, the bytes are in ``content``; of a file that another process appends to, the last that it was given.
     """
 
     path: Path | None = None
@@ -312,12 +312,12 @@ class AppendOnly:
     def begin(self, path: Path, more: bytes = b"", *, loss: str) -> bool:
         """Go on in the file at ``path``, with these bytes and ``more``. Return False, with a warning, if these are lost.
 
-        A file that begins with all of them is cut back to them. Anything else of that name is set aside, and a new file is
-        made.
+        A file that begins with all of them is cut back to them, and one that lacks the last of them gets those. Anything
+        else of that name is set aside, and a new file is made.
         """
         whole = AppendOnly(path, self.size + len(more), zlib.crc32(more, self.crc))
         is_lost = False
-        if not is_regular(path) or not whole.is_intact():
+        if not is_regular(path) or not (whole.is_intact() or whole._complete(self.content + more)):
             if is_lost := not self.is_intact():
                 self.warn_of_loss(loss)
                 whole = AppendOnly(path, len(more), zlib.crc32(more))
@@ -330,6 +330,23 @@ class AppendOnly:
             file.truncate(whole.size)
         self.path, self.size, self.crc, self.content = path, whole.size, whole.crc, b""
         return not is_lost
+
+    def _complete(self, last: bytes) -> bool:
+        """Append those of the last bytes that the file lacks, if it has all before them; return whether it had."""
+        assert self.path is not None
+        with suppress(OSError), open(open_regular(self.path, os.O_RDWR), "r+b") as file:
+            start, crc = self.size - len(last), 0
+            while chunk := file.read(min(start, _CHUNK)):
+                start, crc = start - len(chunk), zlib.crc32(chunk, crc)
+            there = file.read(len(last))
+            if start == 0 and last.startswith(there) and zlib.crc32(last, crc) == self.crc:
+                file.write(last[len(there) :])
+                return True
+        return False
+
+    def follow(self, content: bytes) -> None:
+        """Count bytes that another process appends to a file, in which this one may have to go on."""
+        self.size, self.crc, self.content = self.size + len(content), zlib.crc32(content, self.crc), content
 
     def append(self, content: bytes, *, counts: bool = True) -> None:
         """Append bytes; those that do not count yet are replaced by the next write.

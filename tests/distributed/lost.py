@@ -1,9 +1,12 @@
 """Ranks that are lost at random moments, where the others go on: to the bits, rows and files of the run that loses none."""
 
+import csv
 import json
 import signal
 
+import mlflow
 from program import Options
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import Row, newest, same
 
 from tries import WrongEndError
@@ -14,6 +17,29 @@ NETS = ["", "dropout", "batchnorm", "batchnorm dropout"]
 
 def without_time(rows):
     return [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows]
+
+
+def written(place):
+    """What the log, its writers and the recorder of a run have, by name; with the step of each row, image and histogram."""
+    out = place / "out"
+    found = {"files": sorted(entry.name for entry in out.iterdir() if not entry.name.startswith("snapshot"))}
+    for name in ("log.media.jsonl", "recorder.bin"):
+        if (out / name).exists():
+            found[name] = (out / name).read_bytes()
+    if (out / "log.csv").exists():
+        with open(out / "log.csv", newline="") as file:
+            found["csv"] = [(row["iteration"], row["main/loss"]) for row in csv.DictReader(file)]
+    if (out / "tensorboard").exists():
+        sizes = dict.fromkeys(("scalars", "images", "histograms"), 0)
+        reader = EventAccumulator(str(out / "tensorboard"), sizes).Reload()
+        events = {"loss": reader.Scalars("main/loss"), "image": reader.Images("seen"), "sums": reader.Histograms("weights")}
+        found["tensorboard"] = {name: [event.step for event in of_name] for name, of_name in events.items()}
+    if (place / "mlflow.db").exists():
+        client = mlflow.MlflowClient(f"sqlite:///{place}/mlflow.db")
+        (run,) = client.search_runs(["0"])
+        found["mlflow"] = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "main/loss")]
+        found["artifacts"] = [file.path for file in client.list_artifacts(run.info.run_id, "media")]
+    return found
 
 
 def lost(bench, number, draw, place):
@@ -37,6 +63,7 @@ def lost(bench, number, draw, place):
         "clip": draw.choice([None, 1.0]),
         "extended": number % 4 == 3,
         **KINDS[number // 3 % len(KINDS)],
+        "written": "csv tensorboard mlflow" if number % 20 == 5 else "csv tensorboard" if number % 4 == 1 else "",
     }
     expected_place, expected = bench.known("plain", 1, **{**settings, "balance": "even"})
     world = bench.run(place, size, Options(survive=True, losses=losses, **settings))
@@ -57,6 +84,9 @@ def lost(bench, number, draw, place):
     missing, more = usual - found, found - usual  # a snapshot that a lost rank 0 has not completed, and those in its place
     if len(missing) > len(losses) or not all(name.startswith("snapshot") for name in missing | more) or 0 not in victims:
         same(f"the files with {losses}", sorted(found), sorted(usual))
+    if settings["written"]:
+        found, usual = written(place), written(expected_place)
+        same(f"what is written with {losses}", found, usual)
     same("the newest snapshot", newest(place / "out"), 20)
     return f"{world.codes.count(-signal.SIGKILL)} of {size}"
 

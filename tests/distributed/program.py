@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import chainring
+import chainring.writers
 from chainring import _random, datasets, iterators, training
 from chainring._distributed.sharding import to_full
 from chainring.converters import concat_examples
@@ -78,6 +79,8 @@ class Options:
         across: whether the next epoch completes an update that the end of an epoch is inside of.
         optimizer: the class of PyTorch's, where there is one.
         counts: whether the model reports a metric object.
+        written: the writers of the log, of which the model reports images, texts and histograms then, and whether there is a
+            recorder: "csv tensorboard wandb mlflow recorder" or some of them.
         timeout: seconds for which ranks wait for one that is late.
         gradients: whether the gradients of the first update are told.
         survive: whether ranks go on when others are lost.
@@ -107,6 +110,7 @@ class Options:
     across: bool = True
     optimizer: str = "Adam"
     counts: bool = False
+    written: str = ""
     timeout: float | None = None
     gradients: bool = False
     survive: bool = False
@@ -290,6 +294,29 @@ class Counting(Classifier):
         return are_right.float().mean()
 
 
+class Showing(Classifier):
+    """Reports an image, a text and a histogram beside its means."""
+
+    def forward(self, images, labels):
+        loss = super().forward(images, labels)
+        chainring.report_image("seen", images[0].reshape(8, 8) / images.max().clamp(min=1))
+        chainring.report_text("labels", " ".join(map(str, labels.tolist())))
+        chainring.report_histogram("weights", next(self.predictor.parameters()))
+        return loss
+
+
+def writers_of(options, place):
+    writers = {
+        "csv": lambda: chainring.writers.CsvWriter(),
+        "tensorboard": lambda: chainring.writers.TensorBoardWriter(),
+        "trackio": lambda: chainring.writers.TrackioWriter(project="digits", name="run"),
+        "wandb": lambda: chainring.writers.WandbWriter(mode="offline", settings={"silent": True, "console": "off"}),
+        "comet": lambda: chainring.writers.CometWriter(online=False),
+        "mlflow": lambda: chainring.writers.MlflowWriter(f"sqlite:///{place}/mlflow.db"),
+    }
+    return [make() for name, make in writers.items() if name in options.written.split()]
+
+
 def model_of(options, comm):
     layers = {"batchnorm": nn.BatchNorm1d(24), "dropout": nn.Dropout(0.3)}
     between = [layers[name] for name in options.net.split() if name in layers]
@@ -297,7 +324,7 @@ def model_of(options, comm):
         net = Blocks(*between)
     else:
         net = nn.Sequential(nn.Linear(64, 24), *between, nn.ReLU(), nn.Linear(24, 10))
-    model = (Counting if options.counts else Classifier)(net)
+    model = (Counting if options.counts else Showing if options.written else Classifier)(net)
     if comm.size > 1 and options.kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if comm.size > 1 and options.kind == "fsdp":
@@ -391,7 +418,9 @@ def build(options, comm, place):
     trainer = training.Trainer(updater, stop, out=options.url or f"{place}/out")
     held_out = iterators.SerialIterator(Digits(test, options.held_out), 30, repeat=False, shuffle=False)
     trainer.extend(extensions.Evaluator(held_out, model, images_and_labels), trigger=(5, "iteration"))
-    trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+    trainer.extend(extensions.LogReport(trigger=(1, "iteration"), writers=writers_of(options, place)))
+    if "recorder" in options.written:
+        trainer.extend(extensions.Recorder((3, "iteration")))
     trainer.extend(extensions.snapshot(autoload=True), trigger=(options.period, "iteration"))
     # The loss of the second step leaves gradients with the first optimizer, which each rank has by itself.
     further = extensions_of(model, list(updater.get_all_optimizers())[-1], report_grads=not options.own_core)
@@ -452,6 +481,8 @@ def outcome(trainer, parts, first):
 
 def train(options, place):
     """Runs to the end, of which the outcome is left in the place, also where a signal has made it."""
+    if "mlflow" in options.written:
+        os.chdir(place)  # where it puts artifacts
     comm = create_communicator("cpu", timeout=options.timeout, survive=options.survive)
     trainer, parts, first = build(options, comm, place)
     told = {"signalled": None}

@@ -8,14 +8,16 @@ from functools import partial
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.distributed import TCPStore
 
-from chainring import iterators, training
+from chainring import iterators, report_histogram, report_image, report_text, training
 from chainring._distributed.communicator import Communicator, RanksLost
 from chainring.nn import Classifier
 from chainring.parallel import create_communicator
 from chainring.training import extensions
+from chainring.writers import CsvWriter, TensorBoardWriter, Writer
 
 EXAMPLES = [(torch.linspace(0, 1 + i % 3, 4), i % 3) for i in range(24)]
 
@@ -41,6 +43,80 @@ def end_of(size, function, *arguments):
     finally:
         for rank in ranks:
             rank.kill()
+
+
+class Killing(Writer):
+    """Kills its process when a row of an iteration is written."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def write(self, record):
+        if record.iteration == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Showing(Classifier):
+    """Reports an image, a text and a histogram beside its means."""
+
+    def forward(self, x, t):
+        report_image("image", torch.full((2, 2), x.mean().clamp(0, 1)))
+        report_text("labels", str(t.tolist()))
+        report_histogram("weights", next(self.parameters()))
+        return super().forward(x, t)
+
+
+def log(comm, out, order):
+    """A log with writers, of which one kills rank 0 before or after the others have a row."""
+    torch.manual_seed(0)
+    model = Showing(nn.Linear(4, 3))
+    iterator = iterators.SerialIterator(EXAMPLES, 8, shuffle=True, seed=0)
+    updater = training.StandardUpdater(iterator, torch.optim.Adam(model.parameters()), model, comm=comm, virtual_ranks=4)
+    writers = [CsvWriter(), TensorBoardWriter(), Killing(4 if comm is not None and comm.rank == 0 else -1)][::order]
+    report = extensions.LogReport(trigger=(2, "iteration"), writers=writers)
+    trainer = training.Trainer(updater, (9, "iteration"), out, [report])
+    trainer.extend(extensions.Evaluator(iterators.SerialIterator(EXAMPLES, 6, repeat=False, shuffle=False), model))
+    trainer.run()
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["after", "before"])
+def test_no_row_that_a_lost_rank_0_was_writing_is_missing_or_twice(tmp_path, order):
+    """Nor is an image, text or histogram: the files of the log and its writers are those of one process."""
+    log(None, str(tmp_path / "alone"), order)
+    assert end_of(3, log, str(tmp_path / "three"), order) == [-signal.SIGKILL, 0, 0]
+    found = []
+    for name in ("alone", "three"):
+        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        table = (tmp_path / name / "log.csv").read_text().splitlines()
+        assert [row["elapsed_time"] for row in rows] == [float(line.split(",")[2]) for line in table[1:]]
+        reader = EventAccumulator(str(tmp_path / name / "tensorboard"), {"images": 0, "histograms": 0}).Reload()
+        tags = {tag: [event.step for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+        shown = [[event.step for event in events] for events in (reader.Images("image"), reader.Histograms("weights"))]
+        names = {file.name for file in (tmp_path / name).iterdir()}
+        values = [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows]
+        found.append((values, tags, shown, names, (tmp_path / name / "log.media.jsonl").read_text()))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 4
+
+
+def show_alone(comm, out):
+    def sample(trainer):
+        if trainer.comm.is_main:
+            report_text("sample", "of rank 0")
+
+    model = Classifier(nn.Linear(4, 3))
+    iterator = iterators.SerialIterator(EXAMPLES, 8)
+    updater = training.StandardUpdater(iterator, torch.optim.Adam(model.parameters()), model, comm=comm, virtual_ranks=4)
+    trainer = training.Trainer(updater, (2, "iteration"), out=out)
+    trainer.extend(sample, trigger=(1, "iteration"))
+    trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+    with pytest.raises((ValueError, RuntimeError), match="rank 1 has not reported 'sample': report images, texts"):
+        trainer.run()
+
+
+def test_what_rank_0_alone_shows_is_refused(tmp_path):
+    """It would be lost with that rank; the error says to report it on every rank."""
+    assert end_of(2, show_alone, str(tmp_path)) == [0, 0]
 
 
 class Dying(torch.utils.data.Dataset):

@@ -93,15 +93,16 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _is_continued(path: Path, rows: list[dict[str, str]], iteration: int) -> bool:
-    """Return True if the file holds these rows up to this iteration, so that later rows may be cut off."""
+    """Return True if the file has these rows up to this iteration, so that later ones may be cut off, or lacks the last."""
     if not os.path.lexists(path):
         return True
     try:
         rows_there = _read(path)
     except (OSError, ValueError, csv.Error):
         return False
-    if iteration == 0:
-        return not rows_there
+    known = [{key: cell for key, cell in row.items() if cell} for row in rows]
+    if iteration == 0 or len(rows_there) < len(known):
+        return rows_there == known[: len(rows_there)]
     # A row that a killed run has half written may lack the iteration, and counts as a later one.
     earlier = [row for row in rows_there if row.get("iteration", "").isdecimal() and int(row["iteration"]) <= iteration]
-    return earlier == [{key: cell for key, cell in row.items() if cell} for row in rows]
+    return earlier == known

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from chainring._files import make_folder
+from chainring._files import make_folder, open_regular
 from chainring.reporting.media import Histogram, Image, Media
 from chainring.writers.base import Record, Run, Writer, check_path, escape_fields, import_optional, media_of, scalars
 
@@ -61,8 +63,10 @@ class TensorBoardWriter(Writer):
             taken = (bool, int, float, str)  # the settings that TensorBoard takes
             settings = {str(key): value if isinstance(value, taken) else str(value) for key, value in run.config.items()}
             self._add(summary=hparams_pb(settings))
-        for record in () if earlier else run.records:
-            self.write(record)
+        there = {step for file in earlier for step in _steps(directory / file)}
+        for record in run.records:
+            if record.iteration not in there:  # a machine that was lost has not written the last
+                self.write(record)
 
     def write(self, record: Record) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -83,6 +87,23 @@ class TensorBoardWriter(Writer):
 
         self._records.write(Event(wall_time=time.time(), **event).SerializeToString())
         self._records.flush()
+
+
+def _steps(path: Path) -> Iterator[int]:
+    """Yield the steps of the rows in an event file, as far as it is whole."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    with suppress(OSError, DecodeError), open(open_regular(path), "rb") as file:
+        while (
+            len(head := file.read(12)) == 12
+        ):  # the length of an event and its checksum, of which one follows the event too
+            size = int.from_bytes(head[:8], "little")
+            if len(data := file.read(size + 4)) < size + 4:
+                return
+            event = Event.FromString(data[:size])
+            if any(value.tag == "epoch" for value in event.summary.value):  # not in that of the config
+                yield event.step
 
 
 def _media_value(key: str, media: Media) -> Any:

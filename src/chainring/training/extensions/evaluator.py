@@ -241,6 +241,8 @@ class Evaluator(Extension):
                 else:
                     self._add_virtual_forwards(summary, counted(batches), forward, virtual_ranks)
                 summary = summary.over_ranks(self._comm)
+                if self._comm.survives:  # the rank that has seen the images may be lost before they are in a log
+                    self._media = self._comm.broadcast_object(self._media)
                 means = summary.compute_mean()
         finally:
             self._share(Communicator())

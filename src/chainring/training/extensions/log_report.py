@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from chainring import _random
+from chainring._distributed.communicator import Communicator, RanksLost
 from chainring._files import (
     AppendOnly,
     atomic_write,
@@ -20,7 +21,6 @@ from chainring._files import (
     is_regular,
     make_folder,
     open_regular,
-    replace_file,
     set_rows_aside,
     to_json,
 )
@@ -113,6 +113,7 @@ class LogReport(Extension):
         self._writers = listed
         self._open: list[RecordWriter] = []
         self._working: list[RecordWriter] = []
+        self._has_told = False  # the row whose call is made again, since ranks were lost
         files = [] if filename is None else [filename, f"{filename}.jsonl", f"{filename}.media.jsonl"]
         self.writes = names = [*files, *(name for writer in listed for name in getattr(writer, "writes", ()))]
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
@@ -131,9 +132,9 @@ class LogReport(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         out, is_main = Path(trainer.out), trainer.comm.is_main
-        if is_main:
-            self._media.begin(trainer.reporter, out, is_rehearsing=trainer.is_rehearsing)
-        self._rows.begin(out, writes=is_main, may_lag=trainer.comm.survives)
+        if is_main or trainer.comm.survives:  # any rank may have to go on with the files
+            self._media.begin(trainer.reporter, out if is_main else None, is_rehearsing=trainer.is_rehearsing)
+        self._rows.begin(out, writes=is_main)
         # A rehearsal or a replay leaves the writers alone: what they show to others could not be put back.
         is_alone = trainer.is_rehearsing or trainer.is_replaying
         self._open = list(self._writers) if is_main and not is_alone else []
@@ -153,14 +154,10 @@ class LogReport(Extension):
             self._write(trainer, means, trainer.elapsed_time)
 
     def __call__(self, trainer: Trainer) -> None:
+        if self._has_told:  # ranks were lost when all had the row
+            self._has_told = False
+            return
         seconds = trainer.elapsed_time
-        if trainer.comm.survives:  # the same rows on all ranks, of which any may go on in the file
-            if self._media.waiting:
-                raise ValueError(
-                    "with create_communicator(survive=True) any rank may have to go on with the log, and images, texts and "
-                    "histograms are on rank 0 alone so far: leave them out"
-                )
-            seconds = trainer.comm.broadcast_object(seconds)
         self._write(trainer, self._means.end(trainer), seconds)
 
     def _write(self, trainer: Trainer, means: dict[str, float], seconds: float) -> None:
@@ -168,10 +165,35 @@ class LogReport(Extension):
         row: dict[str, Any] = {**means, **counters, "elapsed_time": seconds}
         if self._postprocess is not None:
             self._postprocess(row)
+        loss: RanksLost | None = None
+        if trainer.comm.survives:
+            row, loss = self._tell(trainer.comm, row)
         media = self._media.write(self._rows.count, counters) if self._media.waiting else {}
         self._rows.append(row)
         if self._working:
             self._call_writers("write", _record({**row, **counters}, media))
+        if loss is not None:
+            self._has_told = True
+            raise loss
+
+    def _tell(self, comm: Communicator, row: Row) -> tuple[Row, RanksLost | None]:
+        """Give each rank the row of rank 0, and return it, and a loss of ranks after which all that are left have it.
+
+        Rank 0 writes it when all have it, since each may have to go on with the files.
+        """
+        told = comm.gather_object((row, self._media.waiting) if comm.is_main else list(self._media.waiting))
+        row, self._media.waiting = told[0]
+        for rank, keys in enumerate(told[1:], 1):
+            if missing := sorted(self._media.waiting.keys() - set(keys)):
+                raise ValueError(
+                    "with create_communicator(survive=True) any rank may have to go on with the log, and rank "
+                    f"{rank} has not reported {missing[0]!r}: report images, texts and histograms on every rank"
+                )
+        try:
+            comm.barrier()
+        except RanksLost as loss:
+            return row, loss
+        return row, None
 
     def _call_writers(self, method: str, argument: Run | Record) -> None:
         """Call a method of each working writer. Random numbers that its service draws do not change the run."""
@@ -237,11 +259,8 @@ class _Rows:
         stored = self.count - len(self._recent)
         return self._recent[number - stored :] if number >= stored else self.all[number:]
 
-    def begin(self, out: Path, *, writes: bool, may_lag: bool) -> None:
-        """Go on in the files in ``out``, or in memory where this rank ``writes`` none.
-
-        If they ``may_lag``, a rank that was lost may not have written the last rows.
-        """
+    def begin(self, out: Path, *, writes: bool) -> None:
+        """Go on in the files in ``out``, or in memory where this rank ``writes`` none."""
         earlier, self._written = self._written, self._filename
         if self._filename is None or not writes:
             self._keep_in_memory()
@@ -252,11 +271,6 @@ class _Rows:
             set_rows_aside(path)
         self._file, loss = replace(self._stored), _LOST_ROWS.format(self.count - len(self._recent))
         rows = b"".join(map(_line, self._recent))
-        if may_lag and not self._stored.size and is_regular(path):
-            with open(open_regular(path), "rb") as file:
-                is_beginning = rows.startswith(file.read())
-            if is_beginning:
-                replace_file(path, rows)
         if not self._file.begin(path, rows, loss=loss):
             self._stored, self.count = AppendOnly(), len(self._recent)
         self._stored.path = path
@@ -361,13 +375,13 @@ class _Media:
         self._reporter: Reporter | None = None
         self._file = AppendOnly()
 
-    def begin(self, reporter: Reporter, out: Path, *, is_rehearsing: bool) -> None:
-        """Listen to a reporter, and cut the file in ``out`` back to the earlier rows."""
+    def begin(self, reporter: Reporter, out: Path | None, *, is_rehearsing: bool) -> None:
+        """Listen to a reporter, and cut the file in ``out`` back to the earlier rows; without it, another rank has that."""
         self._reporter = reporter
         reporter.media_watchers += (self._add,)
         if is_rehearsing:  # in a scratch directory
             self._file = AppendOnly()
-        if self._filename is not None:
+        if self._filename is not None and out is not None:
             self._file.path = path = out / self._filename
             if self._file.size:
                 self._file.begin(path, loss="the log continues without the images, texts and histograms of its earlier rows")
@@ -380,9 +394,10 @@ class _Media:
     def write(self, row: int, counters: Mapping[str, Any]) -> dict[str, Media]:
         """Append what has waited to the file, as that of a row; return it."""
         media, self.waiting = self.waiting, {}
-        if self._file.path is not None:
+        if self._filename is not None:
             content = {"row": row, **counters, "media": {key: media_to_json(item) for key, item in media.items()}}
-            self._file.append((json.dumps(content, allow_nan=False) + "\n").encode())
+            line = (json.dumps(content, allow_nan=False) + "\n").encode()
+            self._file.follow(line) if self._file.path is None else self._file.append(line)
         return media
 
     def of_rows(self) -> dict[int, Mapping[str, Media]]:
@@ -411,7 +426,8 @@ class _Media:
         size, crc = serializer("file", [self._file.size, self._file.crc])
         if isinstance(serializer, Deserializer):
             self.waiting = {key: media_from_json(item) for key, item in waiting.items()}
-            self._file = AppendOnly(None, size, crc)
+            is_same = (self._file.size, self._file.crc) == (size, crc)  # in this process, which may have followed it
+            self._file = AppendOnly(None, size, crc, self._file.content if is_same else b"")
 
 
 class _StoredMedia(Mapping[str, Media]):

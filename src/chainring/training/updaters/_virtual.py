@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import ctypes
+import pickle
 import sys
 import threading
 from collections import defaultdict
@@ -24,6 +25,7 @@ from chainring._distributed.virtual_ranks import Deal, Exchange, TreeSum, absent
 from chainring._naming import unwrap
 from chainring.datasets._batches import Batch, count_examples, require_count, take_examples
 from chainring.reporting._metrics import uncounted
+from chainring.reporting.media import report_media
 from chainring.reporting.reporter import Reporter, current
 from chainring.serializers.protocol import own_states
 from chainring.training.updaters._balance import Balance
@@ -82,6 +84,7 @@ class Part:
     buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     generators: Any = None
     reported: dict[str, Any] = field(default_factory=dict)  # the observation of the reporter when it was left
+    shown: dict[str, Any] = field(default_factory=dict)  # the images, texts and histograms, where ranks may be lost
 
     def list_batches(self) -> list[Any]:
         """Return the batches that were fetched so far, for all parts."""
@@ -274,10 +277,12 @@ class VirtualUpdate:
         if self._result is None:
             self._check_other_ranks([names for names, _ in self._parts[0].steps], ends=True)
             self._result = self._ranks.agreements[len(self._sums)].start(
-                Findings(*self._end_parts()), self._counted_parts, self._ranks.deal
+                self._end_parts(), self._counted_parts, self._ranks.deal
             )()
             self._complete(self._result[0])
         findings, means = self._result
+        for key, media in pickle.loads(findings.shown).items() if findings.shown else ():
+            report_media(key, media)
         self._ranks.statistics.finish(self._ranks.comm, findings.changed, means.rows)
         for part in reversed(self._counted_parts):  # of values that have no mean, those of the first are kept
             self._outer.update({key: value for key, value in part.observation.items() if key not in means.values})
@@ -313,11 +318,12 @@ class VirtualUpdate:
         context = part.update.context
         _random.seed_all("virtual rank", self._ranks.seed or 0, context.iteration, context.micro_step, part.number)
 
-    def _end_parts(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def _end_parts(self) -> Findings:
         """Return the keys of what the parts of this rank have reported, and the buffers that they have changed."""
         for part in self._counted_parts:
             self._ranks.statistics.add(part.number, part.rows, part.buffers)
-        return list_keys(self._counted_parts), tuple(sorted(self._ranks.statistics.changed))
+        shown = next((pickle.dumps(part.shown) for part in self._counted_parts if part.shown), b"")
+        return Findings(list_keys(self._counted_parts), tuple(sorted(self._ranks.statistics.changed)), shown=shown)
 
     # --- parts ---
 
@@ -353,7 +359,10 @@ class VirtualUpdate:
     def _report_into(self, observation: dict[str, Any], part: Part | None = None) -> None:
         """Let a part, or the update, report into an observation; of images and texts, those of virtual rank 0 are kept."""
         self._reporter.observation = observation
-        self._reporter.media_watchers = self._media_watchers if part is None or (part.number == 0 and part.counts) else ()
+        is_shown = part is None or (part.number == 0 and part.counts)
+        self._reporter.media_watchers = self._media_watchers if is_shown else ()
+        if is_shown and part is not None and self._ranks.comm.survives:
+            self._reporter.media_watchers = (part.shown.__setitem__,)
 
     def _let_metrics_count(self, counts: bool) -> None:
         """Let the metrics of the models count from now on, or undo when the part is left what they count."""
@@ -541,9 +550,9 @@ class VirtualUpdate:
         total = self._sums[number]
         exchange, sending = self._sending or self._start_exchange(number, parameters)
         self._sending = last.leaf = None
-        keys, changed = ((), ()) if ranks.may_continue else self._end_parts()
+        ended = Findings() if ranks.may_continue else self._end_parts()
         absent = tuple(absent_of([*total.nodes.values(), *([] if leaf is None else [leaf])]))
-        findings = Findings(keys, changed, absent, sending.is_stale(leaf))  # of this rank
+        findings = Findings(ended.keys, ended.changed, absent, sending.is_stale(leaf), ended.shown)  # of this rank
         if comm.size > 1:
             exchange.start_all(leaf)
         audit = self._scheme.audit

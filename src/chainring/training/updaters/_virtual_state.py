@@ -262,6 +262,7 @@ class Findings(NamedTuple):
     changed: tuple[int, ...] = ()  # the numbers of the buffers that have changed
     absent: tuple[int, ...] = ()  # the positions of parameters that no virtual rank has a gradient of
     is_stale: bool = False  # gradients were sent that have changed since
+    shown: bytes = b""  # the images, texts and histograms of virtual rank 0, where any rank may have to go on with the log
 
 
 class ChangeWatch:
@@ -450,6 +451,7 @@ class Agreement:
                     tuple(sorted({slot for rank in ranks for slot in rank.changed})),
                     tuple(sorted(set.intersection(*(set(rank.absent) for rank in ranks)))),
                     any(rank.is_stale for rank in ranks),
+                    b"".join(rank.shown for rank in ranks),
                 )
                 means = self._start_means(parts, deal, at_step, self._agreed.keys, digests)()
             return self._agreed, means
