@@ -1,12 +1,9 @@
-"""The environment of a run: versions, accelerator, and the commit of the script."""
+"""The environment of a run: versions and accelerator."""
 
 from __future__ import annotations
 
 import functools
 import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy
 import torch
@@ -35,16 +32,3 @@ def device_name(device: torch.device | None = None) -> str:
         return "cpu"
     name = getattr(torch.get_device_module(accelerator), "get_device_name", lambda: "")()
     return f"{accelerator.type} {name}".strip()
-
-
-@functools.cache
-def git_commit() -> str | None:
-    """Return the commit of the repository in which the running script lies, or ``None``."""
-    script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
-    directory = script.parent if script.is_file() else Path.cwd()
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

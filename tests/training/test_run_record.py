@@ -22,6 +22,7 @@ from toys import updater_of
 import chainring
 from chainring import _environment, serializers, training
 from chainring.training import extensions
+from chainring.training._provenance import provenance
 from chainring.training._run_directory import NamePattern
 
 
@@ -62,9 +63,9 @@ def changes(found):
 @pytest.fixture
 def commit():
     """Asks again for the commit of the running script, which a process asks for once."""
-    _environment.git_commit.cache_clear()
+    provenance.cache_clear()
     yield
-    _environment.git_commit.cache_clear()
+    provenance.cache_clear()
 
 
 def git(place, *arguments):
@@ -274,7 +275,7 @@ def test_a_script_outside_a_repository_or_without_git_has_no_commit(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
         assert run(tmp_path / "without git")["git_commit"] is None
-    _environment.git_commit.cache_clear()
+    provenance.cache_clear()
     outside = tmp_path / "outside.py"
     outside.touch()
     monkeypatch.setattr(sys, "argv", [str(outside)])
@@ -323,7 +324,7 @@ def test_another_commit_is_printed_and_recorded(tmp_path, script, said):
     """The code of now runs."""
     first = run(tmp_path / "out")["git_commit"]
     git(script.parent, "commit", "--quiet", "--allow-empty", "--message", "second")
-    _environment.git_commit.cache_clear()
+    provenance.cache_clear()
     found = run(tmp_path / "out", 2, load="snapshot_iter_1")
     second = git(script.parent, "rev-parse", "HEAD")
     assert changes(found) == [{}, {"git_commit": [first, second]}]

@@ -175,6 +175,8 @@ class Run:
             failure = _try_call(f"finalize of {entry.name!r}", failure, entry.optional("finalize"))
         trainer.extension_name = None
         failure = _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
+        if self._directory is not None:
+            failure = _try_call("the digest of the examples in run.json", failure, self._directory.digest_examples)
         if self._remote is not None:
             failure = _try_call(f"the last files of {trainer.url}", failure, self._remote.release)
         trainer.comm.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from chainring._messages import info, list_names, warn
 from chainring._progress import Trainer
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import announce_change
-from chainring.training._ledger import MAGIC, cut_back
+from chainring.training._ledger import MAGIC, Ledger, cut_back
 from chainring.training._settings import Settings, as_json, to_record
 from chainring.training._unsaved import checksum
 
@@ -132,6 +133,22 @@ class RunDirectory:
             if kept is not None and kept != content:
                 replace_file(path, kept)
                 info(f"resumed at iteration {iteration}: the later rows of {name} removed, which no extension continues")
+
+    def digest_examples(self) -> None:
+        """Add to the record a digest of the examples of all iterations that a `Recorder` has recorded, if there is one."""
+        with suppress(OSError, ValueError):  # of a record or a recorder that is damaged
+            record = parse_record(self.path / RECORD)
+            for path in (self.path / name for name in record["files"] if name.endswith(".bin") and "{" not in name):
+                with open(open_regular(path), "rb") as file:
+                    if file.read(len(MAGIC)) != MAGIC:
+                        continue
+                ledger = Ledger.read(path)
+                if len(ledger.iterations):
+                    digest = hashlib.sha256(ledger.batches.astype("<u8").tobytes()).hexdigest()
+                    last = int(ledger.iterations[-1])
+                    record["examples"] = {"count": len(ledger.iterations), "last": last, "digest": digest}
+                    replace_file(self.path / RECORD, json.dumps(record, indent=1) + "\n")
+                return
 
     def find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return the names that runs have written, with the iteration of a snapshot (infinite if damaged), or ``None``."""
@@ -289,6 +306,10 @@ def write_record(
     logs = [entry.extension for entry in trainer.entries if getattr(entry.extension, "is_postprocessed", False)]
     postprocessed = sorted(name for log in logs for name in log.writes)
     generators = {} if earlier else _random.get_rng_state(trainer.updater)
+    # What repeats the run is that with which it has begun; a later start tells only where it had something else.
+    needs, needed = settings["reproduction"], earlier.get("reproduction")
+    needed = needed if isinstance(needed, dict) else needs
+    others = [name for name, value in needs.items() if name != "source" and needed.get(name) != value]
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "iteration": trainer.updater.iteration,
@@ -296,9 +317,11 @@ def write_record(
         "pid": os.getpid(),
         "argv": settings["argv"],
         "changed": changed | as_json(changes),
+        **({"differs": others} if others else {}),
         **({"postprocessed": postprocessed} if postprocessed else {}),
         **({} if earlier else {"generators": {name: checksum(state) for name, state in generators.items()}}),
         **notes,
     }
-    record = {"format": _FORMAT, **settings, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}
+    begun = {"reproduction": needed, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}
+    record = {"format": _FORMAT, **settings, **begun}
     replace_file(Path(trainer.out) / RECORD, json.dumps(record, indent=1) + "\n")

@@ -72,7 +72,9 @@ class Settings(dict[str, Any]):
     def recorded(cls, record: Mapping[str, Any]) -> Settings:
         """Return those that the record of a run has, with those that a resume has changed."""
         settings = cls(leaf for name in _RECORDED for leaf in _leaves(name, record.get(name)))
-        plan = record.get("plan")
+        plan, needed = record.get("plan"), record.get("reproduction")
+        if isinstance(needed, dict):
+            settings |= [leaf for name in ("distributions", "environment") for leaf in _leaves(name, needed.get(name))]
         if isinstance(plan, dict):
             settings["plan.stop_trigger"] = plan.get("stop_trigger")
             entries = plan.get("extensions")
@@ -106,7 +108,9 @@ def _leaves(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 def to_record(trainer: Trainer) -> dict[str, Any]:
     """Return the settings for the record of a run, as JSON values; `Settings.recorded` reads them."""
-    updater = trainer.updater
+    from chainring.training._provenance import provenance, withhold  # which nothing needs before a run
+
+    updater, code = trainer.updater, provenance()
     iterators, device = updater.get_all_iterators(), getattr(updater, "device", None)
     seeds = {name: iterator.seed for name, iterator in iterators.items() if hasattr(iterator, "seed")}
     models = {}
@@ -129,9 +133,8 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
         for entry in sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # in the order in which they run
     ]
     return {
-        "config": as_json(trainer.config),
-        "argv": list(sys.argv),
-        "git_commit": _environment.git_commit(),
+        **withhold(json.dumps({"config": as_json(trainer.config), "argv": sys.argv})),
+        "git_commit": code["source"]["commit"],
         "versions": _environment.versions(),
         "device": _environment.device_name(device if isinstance(device, torch.device) else None),
         "threads": torch.get_num_threads(),
@@ -140,6 +143,14 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
         "optimizers": as_json(getattr(updater, "constructed", {})),
         "models": models,
         "plan": {"stop_trigger": describe(trainer.stop_trigger), "extensions": extensions},
+        "reproduction": {
+            **code,
+            "python": _environment.versions()["python"],
+            "device": _environment.device_name(device if isinstance(device, torch.device) else None),
+            "threads": torch.get_num_threads(),
+            "ranks": trainer.comm.world.size,
+            "virtual_ranks": as_json(getattr(updater, "virtual_ranks", None)),
+        },
     }
 
 
