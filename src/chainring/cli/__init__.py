@@ -13,14 +13,15 @@ from typing import Any
 
 from chainring._messages import printable
 from chainring._version import __version__
-from chainring.cli import average, bisect, diff, export, inspect, replay, report, verify_resume
+from chainring.cli import average, bisect, diff, export, inspect, replay, report, reproduce, verify_resume
 from chainring.cli._common import add_command, help_formatter
 from chainring.serializers._store import CorruptError, NewerFormat
 
 _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them;
 verify that a run can be resumed; go to any of its iterations, and find the one
-in which it went wrong. Saved files are never executed or overwritten."""
+in which it went wrong; make a run again from its record. Saved files are
+never overwritten, and but for the code in that record never executed."""
 
 _EPILOG = """\
 examples:
@@ -34,6 +35,7 @@ examples:
   chainring replay result --to 48123 train.py                any iteration
   chainring batch result 48123 train.py                      its examples
   chainring bisect result --bad "main/loss > 10" train.py    the bad batch
+  chainring reproduce result               once more, from its record
 
 exit status:
   0    success, without damage or a difference
@@ -81,7 +83,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (report, inspect, verify_resume, diff, replay, bisect, export, average):
+    for module in (report, inspect, verify_resume, diff, replay, bisect, reproduce, export, average):
         module.add_to(commands)
     purpose = "the completion of these commands in a shell"
     completion = add_command(commands, "completion", _complete, purpose, _COMPLETION, prints_json=False)

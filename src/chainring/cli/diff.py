@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             replayed = _replay_both(options.script, comparison, runs)
             if replayed.first is not None and (comparison.first is None or not comparison.first.is_exact):
                 comparison.differences.append(replayed.first)
-        show(options, _facts(comparison, replayed), map(printable, _lines(comparison, replayed, runs)))
+        show(options, facts_of(comparison, replayed), map(printable, lines_of(comparison, runs, replayed)))
     except (CorruptError, RecursionError) as error:
         raise ValueError(str(error)) from error  # 1 is the answer that they differ
     except (OSError, ValueError):
@@ -76,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
     return {True: 0, False: 1, None: 2}[comparison.is_same]
 
 
-def _facts(comparison: Comparison, replayed: Replayed | None) -> dict[str, Any]:
+def facts_of(comparison: Comparison, replayed: Replayed | None = None) -> dict[str, Any]:
+    """Return where two runs part, as values of JSON."""
     first, tensor, module = comparison.first, _first_tensor(comparison, replayed), replayed and replayed.module
     return {
         "same": comparison.is_same,
@@ -113,7 +114,10 @@ def _first_tensor(comparison: Comparison, replayed: Replayed | None) -> Differen
 # --- in words ---
 
 
-def _lines(comparison: Comparison, replayed: Replayed | None, runs: tuple[FinishedRun, FinishedRun]) -> Iterator[str]:
+def lines_of(
+    comparison: Comparison, runs: tuple[FinishedRun, FinishedRun], replayed: Replayed | None = None
+) -> Iterator[str]:
+    """Yield in words where two runs part, and what was compared."""
     first = comparison.first
     yield _answer(comparison, runs)
     if first is not None:

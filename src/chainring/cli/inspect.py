@@ -6,14 +6,17 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from chainring._files import below_home, is_url
 from chainring._messages import list_names, printable
 from chainring._places.base import StoredFile
 from chainring._runs.finished import describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, show
 from chainring.serializers._safetensors import read_entries, verify_file
 from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
+from chainring.training._run_directory import RECORD, read_record
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60
@@ -72,12 +75,14 @@ def _inspect(options: argparse.Namespace) -> None:
     saved, *others = located
     manifest = saved.verify(content=False)
     files = [saved.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")]
+    code = None if is_url(options.path) else _describe_code(Path(below_home(options.path)))
     versions = manifest.about.get("versions")
     about: dict[str, Any] = {
         "directory": saved.path,
         "iteration": manifest.iteration,
         "epoch": manifest.about.get("epoch"),
         "versions": versions if isinstance(versions, dict) else {},
+        "code": code,
         "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about},
         "bytes": sum(size for size, _ in manifest.files.values()),
         "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
@@ -89,8 +94,19 @@ def _inspect(options: argparse.Namespace) -> None:
         lines.append("written with " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     if others:
         lines.append(f"also there: {list_names([other.name for other in others], 3)}")
+    lines += [f"code: {code}; `chainring reproduce` makes the run again"] if code else []
     lines += [f"{note}: {text}" for note, text in about["notes"].items()]
     show(options, about, [*map(printable, lines), *_table(about["tensors"], about["bytes"])])
+
+
+def _describe_code(run: Path) -> str | None:
+    """Return in words of which code a run is, if this is the directory of one that says so."""
+    needed = read_record(run).get("reproduction") if (run / RECORD).is_file() else None
+    source = needed.get("source") if isinstance(needed, dict) else None
+    if not isinstance(source, dict) or not source.get("script"):
+        return None
+    commit, changes = str(source.get("commit") or "")[:12], " with changes" if source.get("difference") else ""
+    return f"{source['script']}, " + (f"commit {commit}{changes}" if commit else "in no repository")
 
 
 def _table(tensors: Sequence[Mapping[str, Any]], size: int) -> Iterator[str]:

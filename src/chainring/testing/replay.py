@@ -196,6 +196,13 @@ class Watch:
             self.not_finite = iteration, [names.get(key, "?") for key in wrong]
 
 
+def ends_by_the_clock(trainer: Trainer) -> bool:
+    """Return whether it is the time that ends a run, if something does, and no signal."""
+    trigger = trainer.stop_trigger
+    follows_clock = isinstance(trigger, TimeTrigger) or (isinstance(trigger, ReachedTrigger) and trigger.unit == "second")
+    return follows_clock and trainer.interruption.signum is None
+
+
 class Replay(Observer):
     """Repeats iterations of a run with a trainer that has not run, and ends after one of them."""
 
@@ -284,12 +291,7 @@ class Replay(Observer):
         would_end = ends()
         if self._goes_on and iteration > self._until and self._newest_written > self._until:
             return True
-        trigger = trainer.stop_trigger
-        follows_clock = isinstance(trigger, TimeTrigger) or (
-            isinstance(trigger, ReachedTrigger) and trigger.unit == "second"
-        )
-        is_by_the_clock = follows_clock and trainer.interruption.signum is None
-        return would_end and not (is_by_the_clock and iteration < self._until)  # here iterations may take longer
+        return would_end and not (ends_by_the_clock(trainer) and iteration < self._until)  # here iterations may take longer
 
     def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
         iteration = trainer.updater.iteration + 1
