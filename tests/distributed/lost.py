@@ -7,11 +7,18 @@ import signal
 import mlflow
 from program import Options
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from worlds import Row, newest, same
+from worlds import Row, close_rows, close_values, newest, same
 
 from tries import WrongEndError
 
-KINDS = [{}, {"balance": "speed"}, {"own_core": True}, {"two": True}]
+KINDS = [
+    {},
+    {"balance": "speed"},
+    {"own_core": True},
+    {"two": True},
+    {"virtual_ranks": None},
+    {"virtual_ranks": None, "own_core": True},
+]
 NETS = ["", "dropout", "batchnorm", "batchnorm dropout"]
 
 
@@ -42,10 +49,16 @@ def written(place):
     return found
 
 
+def closely(rows):
+    """What follows to rounding: but for what each rank draws by itself."""
+    rows = without_time(rows)
+    return [{key: value for key, value in row.items() if not key.endswith("/drawn")} for row in rows]
+
+
 def lost(bench, number, draw, place):
-    """Of 2 to 4 ranks, 1 or more are killed, in every third try rank 0, two at once in every tenth; or one is stopped."""
-    size = 2 + number % 3
-    count = 2 if size > 2 and number % 10 == 9 else draw.randint(1, size - 1)
+    """Of 2 to 5 ranks, 1 or more are killed, in every third try rank 0, two at once in every fifth; or one is stopped."""
+    size = 2 + number % 4
+    count = 2 if size > 2 and number % 5 == 4 else draw.randint(1, size - 1)
     victims = draw.sample(range(1, size), count) if number % 3 else [0, *draw.sample(range(1, size), count - 1)]
     moment = draw.randrange(18), draw.uniform(0, 0.05)
     losses = []
@@ -54,17 +67,20 @@ def lost(bench, number, draw, place):
         losses.append((victim, *moment, signal.SIGSTOP if is_stopped else signal.SIGKILL))
         # At once, while the others form their group, or later.
         moment = (moment[0], moment[1] + draw.choice([draw.uniform(0, 0.1), draw.uniform(0.1, 0.6)]))
-        if number % 10 != 9 and draw.random() < 0.4:
+        if number % 5 != 4 and draw.random() < 0.4:
             moment = min(moment[0] + draw.randrange(6), 18), draw.uniform(0, 0.05)
     settings = {
-        "net": NETS[number // 2 % 4],
-        "virtual_ranks": 4,
-        "accumulate": 1 + number % 2,
+        "net": draw.choice(NETS),
+        "virtual_ranks": 6,
+        "accumulate": draw.randint(1, 2),
         "clip": draw.choice([None, 1.0]),
-        "extended": number % 4 == 3,
-        **KINDS[number // 3 % len(KINDS)],
+        "extended": draw.random() < 0.3,
+        **KINDS[number % len(KINDS)],
         "written": "csv tensorboard mlflow" if number % 20 == 5 else "csv tensorboard" if number % 4 == 1 else "",
     }
+    is_exact = settings["virtual_ranks"] is not None
+    if not is_exact:  # what ranks draw, and the statistics of their shares, follow their number
+        settings |= {"net": "", "batch": 60, "written": ""}
     expected_place, expected = bench.known("plain", 1, **{**settings, "balance": "even"})
     world = bench.run(place, size, Options(survive=True, losses=losses, **settings))
     for rank, code in enumerate(world.codes):
@@ -72,14 +88,20 @@ def lost(bench, number, draw, place):
             raise WrongEndError(f"with {losses} the ranks ended with codes {world.codes}: {world.outputs()}")
     told = [json.loads(file.read_text()) for file in sorted(place.glob("outcome-*.json"))]
     for each in told:
-        if differing := [
-            name for name in ("iteration", "parameters", "optimizer", "log") if each[name] != expected[0][name]
-        ]:
+        names = ("iteration", "parameters", "optimizer", "log") if is_exact else ("iteration",)
+        if differing := [name for name in names if each[name] != expected[0][name]]:
             raise WrongEndError(f"with {losses} these differ: {differing}: {world.outputs()}")
+        same("the parameters of the ranks", each["parameters"], told[0]["parameters"])
+        if not is_exact:
+            close_values(each, expected[0], 1e-3)
+            close_rows(closely(each["log"]), closely(expected[0]["log"]), 1e-3)
     for name in ("log", "log.jsonl"):
         texts = [(where / "out" / name).read_text() for where in (place, expected_place)]
         rows = [json.loads(text) if name == "log" else list(map(json.loads, text.splitlines())) for text in texts]
-        same(f"the rows of {name} with {losses}", *map(without_time, rows))
+        if is_exact:
+            same(f"the rows of {name} with {losses}", *map(without_time, rows))
+        else:
+            close_rows(*map(closely, rows), 1e-3)
     found, usual = ({file.name for file in (where / "out").iterdir()} for where in (place, expected_place))
     missing, more = usual - found, found - usual  # a snapshot that a lost rank 0 has not completed, and those in its place
     if len(missing) > len(losses) or not all(name.startswith("snapshot") for name in missing | more) or 0 not in victims:
@@ -92,5 +114,12 @@ def lost(bench, number, draw, place):
 
 
 ROWS = [
-    Row("lost", "1 or more of 2 to 4 ranks are killed or stopped", "the others go on to the same bits", 1000, lost, small=40)
+    Row(
+        "lost",
+        "1 or more of 2 to 5 ranks are killed or stopped",
+        "the others go on to the same bits, without virtual ranks to rounding",
+        1000,
+        lost,
+        small=40,
+    )
 ]

@@ -173,18 +173,37 @@ class Counted(iterators.Iterator):
         self.epoch = self.at // 3
 
 
+class Growing:
+    """A loss with a state, which a forward changes."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, model, x, t):
+        self.calls += 1
+        return model(x, t) * (1 + self.calls)
+
+    def serialize(self, serializer):
+        self.calls = serializer("calls", self.calls)
+
+
 def run(comm, out, dying=None, at=0, after=None, kind=None):
     """A rank dies when it fetches for the given time, or after an iteration."""
     torch.manual_seed(0)
     rank = 0 if comm is None else comm.rank
     dataset = Dying(at if rank == dying else -1)
-    body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
+    is_plain = kind is not None and kind.startswith(
+        "plain"
+    )  # without what the number of ranks changes by more than rounding
+    body = nn.Sequential(nn.Linear(4, 8), *([nn.Tanh()] if is_plain else [nn.BatchNorm1d(8), nn.Dropout(0.2)]))
     model, head = Busy(nn.Sequential(*body, last := nn.Linear(8, 3))), last
     model.rank = rank
     iterator = Counted(dataset) if kind == "without a mark" else iterators.SerialIterator(dataset, 8, shuffle=True, seed=0)
     optimizer, cls = torch.optim.Adam(model.parameters()), training.StandardUpdater
     settings = {"virtual_ranks": 4, "balance": "speed" if kind == "balance" else "even"}
-    if kind == "two steps":
+    if is_plain:
+        settings = {"loss_func": Growing()}
+    if kind in ("two steps", "plain two steps"):
         cls, settings["precision"] = TwoSteps, "fp16"
         optimizer = {"body": torch.optim.AdamW(body.parameters()), "head": torch.optim.SGD(head.parameters(), 0.1, 0.9)}
     if kind == "after the step":
@@ -251,6 +270,17 @@ def test_an_update_begins_again_as_it_has_begun(tmp_path, kind, at, after):
     assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "three")
 
 
+@pytest.mark.parametrize(("kind", "at"), [("plain", 17), ("plain two steps", 28)])
+def test_ranks_without_virtual_ones_go_on_to_rounding(tmp_path, kind, at):
+    """No rank steps before all can, and what the lost one has reported in the open interval counts in the next row."""
+    run(None, tmp_path / "alone", kind=kind)
+    assert end_of(3, run, tmp_path / "three", 0, at, None, kind) == [-signal.SIGKILL, 0, 0]
+    expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
+    assert all(torch.allclose(found[name], value, atol=1e-4) for name, value in expected.items())
+    for row, known in zip(rows_of(tmp_path / "three"), rows_of(tmp_path / "alone"), strict=True):
+        assert row == {key: pytest.approx(value, rel=1e-4) for key, value in known.items()}
+
+
 def exchange(comm, out):
     pid, first = os.getpid(), comm.rank
     total = torch.tensor([1.0])
@@ -280,14 +310,14 @@ def test_a_store_inside_of_rank_0_is_refused(monkeypatch):
         create_communicator("cpu", survive=True)
 
 
-def without_virtual_ranks(comm, out):
-    model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="of virtual ranks alone so far: give") as error:
+def with_exchanges_in_a_forward(comm, out):
+    model = nn.Sequential(nn.Linear(4, 3), nn.SyncBatchNorm(3))
+    with pytest.raises(ValueError, match=r"keeps to the ranks with which the run has begun: take nn\.BatchNorm") as error:
         training.StandardUpdater(EXAMPLES, torch.optim.SGD(model.parameters()), model, comm=comm)
     (out / str(comm.rank)).write_text(str(error.value))
 
 
 def test_what_could_not_go_on_is_refused_by_the_updater(tmp_path):
-    """So far an update is computed again of virtual ranks alone."""
-    assert end_of(2, without_virtual_ranks, tmp_path) == [0, 0]
+    """A module that exchanges by itself would do so with the ranks that were lost."""
+    assert end_of(2, with_exchanges_in_a_forward, tmp_path) == [0, 0]
     assert len(list(tmp_path.iterdir())) == 2

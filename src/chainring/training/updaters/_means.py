@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.group import GroupCommunicator, gradient_buckets
 from chainring._distributed.sharding import placed_like, to_local
-from chainring.training.updaters._ranks import NO_SPARSE
+from chainring.training.updaters._ranks import NO_SPARSE, list_buffers
 from chainring.training.updaters.callbacks import list_parameters, run
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class WeightedMean:
         update.sent = total = RankSum(self._comm, list_trained(update.scheme.optimizers.values()))
         return total.sending(waits=update.is_empty)
 
+    def start(self) -> None:
+        """Prepare for a run, of the ranks that there are now."""
+
     def finish(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> list[Optimizer]:
         """Make the gradients of optimizers means over all that has been weighed; return those of which anything counts."""
         callbacks, watch = update.scheme.updater.callbacks, update.scheme.exchange_watch
@@ -80,6 +83,12 @@ class WeightedMean:
                     if parameter.grad is not None:
                         to_local(parameter.grad).mul_(factor * size if id(parameter) in self._exchanged else factor)
         return counting
+
+    def conclude(self, update: Update) -> None:
+        """Give all ranks the buffers of rank 0 at the end of an update."""
+        scheme = update.scheme
+        if scheme.virtual is None and (buffers := list_buffers(list(scheme.models.values()))):
+            scheme.updater.comm.broadcast(buffers)
 
     def _sum(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> Sequence[Any]:
         """Sum the gradients of optimizers over micro-batches and ranks, and return the sum of the weights of each.

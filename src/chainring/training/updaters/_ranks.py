@@ -29,7 +29,6 @@ from chainring._distributed.sharding import (
 )
 from chainring._messages import warn
 from chainring._random import stable_hash
-from chainring.reporting._metrics import list_metrics
 from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import (
     AbstractSerializer,
@@ -58,7 +57,7 @@ class WrappedModules:
     """The modules of some models that are wrapped in DDP or `fully_shard`, and the states of communication hooks of DDP."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._replicated = _list_ddp_modules(models)
+        self._replicated = list_ddp_modules(models)
         self._sharded = [module for model in models for module in fsdp_modules(model)]
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
         sharded = [parameter for model in models for parameter in exchanged_by_fsdp(model)]
@@ -256,7 +255,7 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
                 'such as init_device_mesh(comm.device.type, (2, 4), mesh_dim_names=("dp", "tp")), and give the updater '
                 'comm=create_communicator(mesh=mesh["dp"]), fully_shard mesh["dp"], and parallelize_module mesh["tp"]'
             )
-    for module in _list_ddp_modules(list(models.values())):
+    for module in list_ddp_modules(list(models.values())):
         ranks = dist.get_process_group_ranks(module.process_group)
         if ranks != list(comm.data_ranks):
             raise ValueError(
@@ -273,25 +272,6 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
                 "that its running variance would be that of more rows than there are: give it "
                 'process_group=mesh["dp"].get_group()'
             )
-
-
-def check_survival(models: Mapping[str, nn.Module], virtual_ranks: int | None, audit: Any) -> None:
-    """Refuse what could not go on, or not with the same bits, when ranks are lost."""
-    reason = None
-    if any(is_sharded(parameter) for model in models.values() for parameter in model.parameters()):
-        reason = "the shards of a rank that is lost are lost with it: leave the model plain"
-    elif _list_ddp_modules(list(models.values())):
-        reason = "DistributedDataParallel keeps to the ranks with which it was made: leave the model plain, whose gradients "
-        reason += "the updater exchanges"
-    elif virtual_ranks is None:
-        reason = "an interrupted update is computed again of virtual ranks alone so far: "
-        reason += "give StandardUpdater(..., virtual_ranks=)"
-    elif list_metrics(models.values()):
-        reason = "what a metric object in a model has counted is not put back so far: report a value of each batch"
-    elif audit:
-        reason = "what an audit has found is not put back so far: leave audit out"
-    if reason is not None:
-        raise ValueError(f"with create_communicator(survive=True) ranks go on when others are lost, and {reason}")
 
 
 NO_SPARSE = (
@@ -342,11 +322,12 @@ def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
 
 def list_buffers(models: Sequence[nn.Module]) -> list[Tensor]:
     """Return the buffers of models, except those of DDP, which broadcasts them itself."""
-    replicated = {buffer for module in _list_ddp_modules(models) for buffer in module.buffers()}
+    replicated = {buffer for module in list_ddp_modules(models) for buffer in module.buffers()}
     return [buffer for model in models for buffer in model.buffers() if buffer not in replicated and not is_sharded(buffer)]
 
 
-def _list_ddp_modules(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+def list_ddp_modules(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """Return the modules of models that are wrapped in DDP."""
     return [module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 

@@ -26,7 +26,7 @@ from chainring.reporting.reporter import current, current_observation, report, r
 from chainring.reporting.summary import is_scalar, select_scalars, weighted_mean, weighted_means
 from chainring.training.updaters._arguments import NO_FP16, check_call
 from chainring.training.updaters._means import fill, only_gradients_of, stash
-from chainring.training.updaters._ranks import check_same, list_buffers
+from chainring.training.updaters._ranks import check_same
 from chainring.training.updaters.callbacks import UpdateContext, list_parameters, run
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class Update:
     sent: Any = None  # the sum whose sending has begun in the backward
     total_weight: Any = None  # of all micro-batches and ranks, in the last step
     part: Part | None = None  # of a virtual rank
+    observed: list[dict[str, Any]] | None = None  # in the micro-batches that are over, if there are several
     uncounted: ExitStack | None = None  # undoes what metrics count while this rank repeats an example, to keep in step
     has_batch: bool = False  # of the main iterator in this micro-batch of an own ``update_core``
     pins: dict[str, tuple[Any, Any]] | None = None  # values reported of earlier batches, and their weights
@@ -133,7 +134,7 @@ class Update:
         """Accumulate micro-batches, fewer if the data end after some, and return the weight of the update."""
         scheme, updater = self.scheme, cast("StandardUpdater", self.context.updater)
         outer = current_observation()
-        observed: list[dict[str, Any]] = []
+        self.observed = observed = list[dict[str, Any]]()
         pinned: dict[str, Any] = {}  # keys of values with a weight of their own
         for micro_step in range(updater.accumulate):
             before, self.context = self.context, UpdateContext(updater, updater.iteration, micro_step)
@@ -335,8 +336,8 @@ class Update:
         if scheme.exchange_watch is not None:
             has_weighed = scheme.virtual is not None or self.weight is not None
             scheme.exchange_watch.check(comm, scheme.models, scheme.wrapped, has_weighed)
-        if comm.size > 1 and scheme.virtual is None and (buffers := list_buffers(list(scheme.models.values()))):
-            comm.broadcast(buffers)
+        if comm.size > 1 and scheme.mean is not None:
+            scheme.mean.conclude(self)
         if scheme.unchecked:
             scheme.unchecked -= 1
             check_same(comm, scheme.models, scheme.wrapped)

@@ -53,7 +53,6 @@ from chainring.training.updaters._ranks import (
     check_dense,
     check_same,
     check_sharding,
-    check_survival,
     warn_of_untied,
 )
 from chainring.training.updaters._update import (
@@ -267,8 +266,11 @@ class StandardUpdater(Updater):
 
     def _complete_scheme(self, communicates: bool) -> None:
         """Add what the settings need beside one micro-batch in one process: virtual ranks, means, watches, compilation."""
-        scheme, comm = self._scheme, self.comm
+        scheme, comm, mean = self._scheme, self.comm, WeightedMean
         if comm.survives:
+            from chainring.training.updaters._survival import SurvivingMean, check_survival  # which few programs need
+
+            mean = SurvivingMean
             check_survival(scheme.models, self.virtual_ranks, scheme.audit)
         has_closures = any(map(needs_closure, scheme.optimizers.values()))
         if has_closures and scheme.precision.scaler and not scheme.has_own_core:
@@ -285,7 +287,7 @@ class StandardUpdater(Updater):
         else:
             sends = comm.size > 1 and isinstance(comm, GroupCommunicator) and is_plain
             sends = sends and not (has_own_stage or has_closures or exchanged)
-            scheme.averaging = WeightedMean(scheme, comm if communicates else None, exchanged, sends)
+            scheme.averaging = mean(scheme, comm if communicates else None, exchanged, sends)
         scheme.always_averages = communicates or self.virtual_ranks is not None
         scheme.may_repeat = comm.size > 1 and self.virtual_ranks is None
         scheme.follow_settings()
@@ -308,6 +310,8 @@ class StandardUpdater(Updater):
         """Broadcast the models of rank 0 to all ranks, and let DDP build its buckets."""
         super().start()
         scheme = self._scheme
+        if self.comm.survives and scheme.averaging is not None:
+            scheme.averaging.start()
         if self.comm.world.size > 1:
             broadcast_parameters(self.comm, list(scheme.models.values()), scheme.wrapped)
             # Where ranks may be lost, nothing is exchanged after a step; snapshots compare the models too.
