@@ -317,7 +317,7 @@ class AppendOnly:
         """
         whole = AppendOnly(path, self.size + len(more), zlib.crc32(more, self.crc))
         is_lost = False
-        if not is_regular(path) or not (whole.is_intact() or whole._complete(self.content + more)):
+        if not is_regular(path) or not (whole.is_intact() or whole._complete(self.content + more, may_cut=not more)):
             if is_lost := not self.is_intact():
                 self.warn_of_loss(loss)
                 whole = AppendOnly(path, len(more), zlib.crc32(more))
@@ -331,29 +331,30 @@ class AppendOnly:
         self.path, self.size, self.crc, self.content = path, whole.size, whole.crc, b""
         return not is_lost
 
-    def _complete(self, last: bytes) -> bool:
-        """Append those of the last bytes that the file lacks, if it has all before them; return whether it had."""
+    def _complete(self, last: bytes, may_cut: bool) -> bool:
+        """Write the last bytes again, if the file has all before them, and after these only such, or what it ``may_cut``."""
         assert self.path is not None
         with suppress(OSError), open(open_regular(self.path, os.O_RDWR), "r+b") as file:
             start, crc = self.size - len(last), 0
-            while chunk := file.read(min(start, _CHUNK)):
-                start, crc = start - len(chunk), zlib.crc32(chunk, crc)
-            there = file.read(len(last))
-            if start == 0 and last.startswith(there) and zlib.crc32(last, crc) == self.crc:
-                file.write(last[len(there) :])
+            while chunk := file.read(min(self.size - len(last) - file.tell(), _CHUNK)):
+                crc = zlib.crc32(chunk, crc)
+            is_ours = file.tell() == start and zlib.crc32(last, crc) == self.crc
+            if is_ours and (last.startswith(file.read(len(last) + 1)) or (may_cut and start > 0)):
+                file.seek(start)
+                file.write(last)
                 return True
         return False
-
-    def follow(self, content: bytes) -> None:
-        """Count bytes that another process appends to a file, in which this one may have to go on."""
-        self.size, self.crc, self.content = self.size + len(content), zlib.crc32(content, self.crc), content
 
     def append(self, content: bytes, *, counts: bool = True) -> None:
         """Append bytes; those that do not count yet are replaced by the next write.
 
-        A file that is not there is made: a person may have removed it. See `open_regular` for errors.
+        A file that is not there is made: a person may have removed it. See `open_regular` for errors. Without a path, bytes
+        are counted that another process appends to the file, in which this one may have to go on.
         """
-        assert self.path is not None
+        if self.path is None:
+            if counts:
+                self.size, self.crc, self.content = self.size + len(content), zlib.crc32(content, self.crc), content
+            return
         descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
             with open(descriptor, "r+b") as file:

@@ -76,7 +76,7 @@ def lost(bench, number, draw, place):
         "clip": draw.choice([None, 1.0]),
         "extended": draw.random() < 0.3,
         **KINDS[number % len(KINDS)],
-        "written": "csv tensorboard mlflow" if number % 20 == 5 else "csv tensorboard" if number % 4 == 1 else "",
+        "written": "csv tensorboard mlflow" if number % 20 == 5 else "csv tensorboard recorder" if number % 4 == 1 else "",
     }
     is_exact = settings["virtual_ranks"] is not None
     if not is_exact:  # what ranks draw, and the statistics of their shares, follow their number

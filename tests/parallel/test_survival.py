@@ -99,6 +99,37 @@ def test_no_row_that_a_lost_rank_0_was_writing_is_missing_or_twice(tmp_path, ord
     assert len(found[0][0]) == 4
 
 
+def record(comm, out, dying=None, at=0):
+    torch.manual_seed(0)
+    is_dying = comm is not None and comm.rank == dying
+    model = Classifier(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3)))
+    iterator = iterators.SerialIterator(EXAMPLES, 8, shuffle=True, seed=0)
+    updater = training.StandardUpdater(iterator, torch.optim.Adam(model.parameters()), model, comm=comm, virtual_ranks=4)
+    torch.manual_seed(0 if comm is None else comm.rank)
+    trainer = training.Trainer(updater, (80, "iteration"), out)
+    trainer.extend(extensions.Recorder((10, "iteration")))
+    trainer.extend(extensions.snapshot(autoload=True), trigger=(20, "iteration"))
+
+    def draw(trainer):
+        torch.rand(3)
+        if is_dying and trainer.updater.iteration == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.extend(draw, trigger=(1, "iteration"), priority=2000)
+    trainer.run()
+
+
+@pytest.mark.parametrize(("dying", "at"), [(0, 5), (0, 33), (0, 64), (1, 40)])
+def test_the_recorder_goes_on_to_the_same_bytes(tmp_path, dying, at):
+    """Also where a rank is lost before it has recorded an iteration, the first of a block, and where extensions draw."""
+    record(None, str(tmp_path / "alone"))
+    codes = end_of(3, record, str(tmp_path / "three"), dying, at)
+    assert codes == [-signal.SIGKILL if rank == dying else 0 for rank in range(3)]
+    alone, three = ((tmp_path / name / "recorder.bin").read_bytes() for name in ("alone", "three"))
+    assert alone == three
+    assert not (tmp_path / "three" / "abandoned").exists()
+
+
 def show_alone(comm, out):
     def sample(trainer):
         if trainer.comm.is_main:

@@ -47,7 +47,8 @@ class Batches:
 class StateDigests:
     """The digests of the tensors of models and optimizers at one moment; those on a device stay there until they are read.
 
-    All ranks make one together, where parameters are sharded; the digests are complete on the main rank.
+    All ranks make one together, where parameters are sharded; the digests are complete on the main rank, and on each where
+    any may be lost.
 
     Attributes:
         names: the paths of the tensors in a snapshot.
@@ -69,7 +70,7 @@ class StateDigests:
         self.names = list(tensors)
         self._salts = [salt(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         by_device: dict[torch.device, dict[int, Tensor]] = {}
-        for index, (name, tensor) in enumerate(tensors.items() if comm.is_main else ()):
+        for index, (name, tensor) in enumerate(tensors.items() if comm.is_main or comm.survives else ()):
             if name not in sharded:
                 by_device.setdefault(tensor.device, {})[index] = sum_whole(tensor)
         self._indices = [list(totals) for totals in by_device.values()]

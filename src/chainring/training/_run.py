@@ -235,6 +235,10 @@ class Run:
             _random.seed_all("rank", rank, trainer.updater.iteration)
         elif rank > 0:  # each rank draws from its own stream, and rank 0 from the one that the script has seeded
             _random.seed_all("rank", rank, torch.initial_seed())
+        if trainer.comm.survives and getattr(trainer.updater, "virtual_ranks", None) is not None:
+            # What is random for each is drawn for virtual ranks, and the stream of rank 0 goes on where that is lost.
+            generators = trainer.comm.broadcast_object(_random.get_rng_state(trainer.updater))
+            _random.set_rng_state(generators, trainer.updater)
 
     def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> None:
         """Move away in ``out`` what belongs to other runs, and record this start there."""

@@ -396,8 +396,7 @@ class _Media:
         media, self.waiting = self.waiting, {}
         if self._filename is not None:
             content = {"row": row, **counters, "media": {key: media_to_json(item) for key, item in media.items()}}
-            line = (json.dumps(content, allow_nan=False) + "\n").encode()
-            self._file.follow(line) if self._file.path is None else self._file.append(line)
+            self._file.append((json.dumps(content, allow_nan=False) + "\n").encode())
         return media
 
     def of_rows(self) -> dict[int, Mapping[str, Media]]:

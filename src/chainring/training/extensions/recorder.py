@@ -76,7 +76,7 @@ class Recorder(Extension):
         self._generators = 0  # their digest after the last iteration; 0 if it was not taken there
         self._batches: Batches | None = None
         self._batch_ends: list[Any] = []  # when the values were read last
-        self._is_writing = False  # on the main rank, during a run
+        self._is_writing = False  # during a run on the main rank, and on each that may have to go on with the file
         self._file = AppendOnly()  # the head and the blocks that are complete
         self._count = 0  # of these blocks
         self._block: Block | None = None  # the next one, as far as its values have been read
@@ -97,12 +97,14 @@ class Recorder(Extension):
                     f"extension {entry.name!r} writes {self._filename!r} too; give the Recorder another filename, or leave "
                     "one of them out"
                 )
-        if trainer.comm.survives:
-            raise ValueError(
-                "with create_communicator(survive=True) rank 0 may be lost, and no other goes on so far with the file of a "
-                "Recorder: leave it out"
-            )
         self._not_drawn = self._not_drawn or _random.generator_digests(trainer.updater)
+        if trainer.comm.survives:
+            if getattr(trainer.updater, "virtual_ranks", None) is None:
+                raise ValueError(
+                    "with create_communicator(survive=True) rank 0 may be lost, and the loss and the random numbers that a "
+                    "Recorder records are its own: give StandardUpdater(..., virtual_ranks=), or leave the Recorder out"
+                )
+            self._not_drawn = trainer.comm.broadcast_object(self._not_drawn)
         self._batches = Batches(trainer.updater)
         self._batch_ends = self._batches.take()
         if trainer.comm.is_main:  # go on in the file that has the earlier iterations, or in a new one
@@ -111,6 +113,9 @@ class Recorder(Extension):
             if not self._file.size:
                 set_rows_aside(path)
             self._file.begin(path, loss="the recorder continues without its earlier iterations")
+        else:
+            self._file.path = None
+        if trainer.comm.is_main or trainer.comm.survives:  # any rank may have to go on with the file
             if not self._file.size:
                 self._file.append(HEAD)
                 self._names, self._count = [], 0
@@ -222,11 +227,12 @@ class Recorder(Extension):
             if rows is not None:
                 ledger = Ledger.parse(rows, Path("the snapshot"))
                 self._block = ledger.block(0, *ledger.iterations[[0, -1]].tolist())
-            self._file, self._count = AppendOnly(), 0
             if in_file is not None:
                 self._file, self._count = AppendOnly.restore(in_file, serializer.directory), in_file[3]
             elif content is not None and content[0] is not None:
                 self._file, self._count = AppendOnly.of(content[0]), content[1]
+            elif content is None or self._file.path is not None:  # else another process writes it, and goes on
+                self._file, self._count = AppendOnly(), 0
 
 
 def _as_tensor(value: Any) -> Tensor:
