@@ -2,7 +2,8 @@
 
     python train.py --out result
 
-The same command again continues from the last snapshot. SIGTERM lets the iteration end and saves it, and exits with 143.
+The same command again continues from the last snapshot. SIGTERM lets the iteration end and saves it, and exits with 143. As
+one of several ranks, with --survive, it also goes on where others are lost.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from torch import nn
 import chainring
 from chainring import datasets, iterators, serializers, training
 from chainring.nn import Classifier
+from chainring.parallel import create_communicator
 from chainring.training import extensions
 
 
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--device", "-g", type=int, default=-1, help="number of the accelerator; negative is the host")
     parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and noise (default: %(default)s)")
+    parser.add_argument("--survive", action="store_true", help="go on without ranks that are lost, in four virtual ranks")
     args = parser.parse_args()
 
     chainring.deterministic(args.seed)
@@ -41,7 +44,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
 
-    updater = training.StandardUpdater(train_iter, optimizer, model, device=args.device)
+    ranks = {"comm": create_communicator("cpu", survive=True), "virtual_ranks": 4} if args.survive else {}
+    updater = training.StandardUpdater(train_iter, optimizer, model, device=args.device, **ranks)
     trainer = training.Trainer(updater, (args.epoch, "epoch"), out=args.out, config=vars(args))
     trainer.extend(extensions.LRScheduler(schedule))
     trainer.extend(extensions.Evaluator(test_iter, model, device=args.device))
@@ -49,7 +53,8 @@ def main() -> None:
     trainer.extend(extensions.PrintReport(["epoch", "main/loss", "validation/main/loss", "validation/main/accuracy"]))
     trainer.extend(extensions.snapshot(autoload=True, n_retains=2), trigger=(25, "iteration"))  # at most 25 are lost
     trainer.run()
-    serializers.save(f"{args.out}/digits.model", model)
+    if updater.comm.is_main:
+        serializers.save(f"{args.out}/digits.model", model)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,12 @@ def test_a_run_that_is_killed_is_the_run_that_is_left_alone():
     assert "killed 2 times, the run has the same 12 rows and the same model" in printed
 
 
+def test_a_run_that_loses_a_machine_is_the_run_of_one_process():
+    """One of two torchruns is killed with its rank: the script compares every row of the logs, and the models."""
+    printed = run("preemptible/lose.py", "--epoch", 12, "--after", 4)
+    assert "with one machine lost, the run has the same 12 rows and the same model" in printed
+
+
 def test_a_supervisor_starts_again_what_a_signal_has_ended(tmp_path):
     """A program that is killed in its first start, and whose second one ends well, is started twice."""
     program = tmp_path / "program.py"
