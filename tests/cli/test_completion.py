@@ -30,6 +30,7 @@ def script_for(shell, path, capsys):
         (["bis"], "bisect"),
         (["inspect", "--js"], "--json"),
         (["verify-resume", "--iter"], "--iterations"),
+        (["thin", "--ev"], "--every"),
         (["completion", "f"], "fish"),
     ],
 )

@@ -23,7 +23,19 @@ from chainring import serializers
 from chainring.cli import main
 from chainring.training.extensions import snapshot
 
-COMMANDS = ["report", "inspect", "verify", "export", "verify-resume", "diff", "replay", "batch", "bisect", "reproduce"]
+COMMANDS = [
+    "report",
+    "inspect",
+    "verify",
+    "export",
+    "verify-resume",
+    "diff",
+    "replay",
+    "batch",
+    "bisect",
+    "reproduce",
+    "thin",
+]
 COMMAND = ["-m", "chainring"]
 
 

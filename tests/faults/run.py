@@ -26,6 +26,7 @@ import remote_writers
 import replays
 import services
 import signals
+import thinned
 from bench import Bench
 
 import tries
@@ -37,6 +38,7 @@ PARTS = (
     data,
     clock,
     replays,
+    thinned,
     memory,
     programs,
     partings,

@@ -322,6 +322,24 @@ class Directory(Place):
         flush(self.root)
         shutil.rmtree(removed)
 
+    def empty(self, name: str, manifest: bytes | None, files: Iterable[str]) -> None:
+        """Give a snapshot another manifest, by one rename, and then remove files of it."""
+        folder = self.root / name
+        if manifest is not None:
+            draft = temporary_path(self.root)  # which the next run removes, if a kill leaves it
+            try:
+                with self.create(draft.name) as sink:
+                    sink.write(manifest)
+                os.replace(draft, folder / MANIFEST)
+            except BaseException as error:
+                draft.unlink(missing_ok=True)
+                if isinstance(error, OSError):
+                    raise write_error(error, folder / MANIFEST) from error
+                raise
+            flush(folder)
+        for file in files:
+            (folder / file).unlink()
+
     def move(self, name: str, archive: str, manifest: bytes | None) -> None:
         os.rename(self.root / name, self.root / archive / name)
 

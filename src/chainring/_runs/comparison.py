@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import sys
@@ -16,7 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from chainring._runs.finished import FinishedRun, start_in_force
-from chainring.serializers._store import CorruptError
+from chainring.serializers._loading import opened_state
+from chainring.serializers._store import CorruptError, SavedSnapshot
 from chainring.serializers._values import StoredTensor, read_stored
 from chainring.training._ledger import MARK, Ledger, loss_value
 from chainring.training._settings import Settings
@@ -34,6 +36,7 @@ _MAX_KEPT = 20  # differences of one snapshot that are kept
 _ORDER = ("updater/iterator:", "generators/", "observation/", "updater/", "extensions/")  # of paths, causes first
 _LEFT_OUT = ("updater/settings/",)  # which are compared as settings
 _RATES = "/param_groups/"  # which come before the tensors that they change
+_LEFT_OUT_BY_FROZEN = "None"  # or what is None
 _ABSENT = object()  # in place of a value that one of the snapshots has not
 
 
@@ -380,22 +383,22 @@ def _differing_values(
     flat, flat_b = ({path: value for key, item in s.items() for path, value in leaves(key, item)} for s in (state, state_b))
     ranks = min(len({key.split("/")[1] for key in s if key.startswith("generators/")}) for s in (state, state_b))
     unused = _not_drawn(a, state) & _not_drawn(b, state_b)
-    paths = [path for path in flat | flat_b if path.startswith(_ORDER) and not path.startswith(_LEFT_OUT)]
     title = f"compare snapshots of iteration {iteration}"
-    for path in tqdm(sorted(paths, key=_rank_of_cause), title, delay=2.0, leave=False, file=sys.stderr, disable=None):
+    paths = sorted(flat | flat_b, key=_rank_of_cause)
+    for path in tqdm(paths, title, delay=2.0, leave=False, file=sys.stderr, disable=None):
         value, value_b = flat.get(path, _ABSENT), flat_b.get(path, _ABSENT)
         is_of_one = value is _ABSENT or value_b is _ABSENT
         is_tensor = isinstance(value, Tensor | StoredTensor) or isinstance(value_b, Tensor | StoredTensor)
         start, _, name = path.partition("/")
-        is_compared, kind = "/constructed/" not in path, "tensor" if is_tensor else "state"
+        is_compared, kind = _is_computed(path, is_tensor), "tensor" if is_tensor else "state"
         if start == "generators":
             (rank, _, generator), kind = name.partition("/"), "generators"
             is_compared &= rank.isdecimal() and int(rank) < ranks and generator.partition("/")[0] not in unused
         elif start == "observation":
             kind = _kind_of_value(name)
             is_compared &= not (is_of_one or a.is_speed(name) or b.is_speed(name))
-        else:
-            is_compared &= "/summary/" not in path and (start != "extensions" or (is_tensor and not is_of_one))
+        elif start == "extensions":
+            is_compared &= not is_of_one
         if not is_compared:
             continue
         text: str | None = f"only in {'the second' if value is _ABSENT else 'the first'}"
@@ -407,6 +410,39 @@ def _differing_values(
                 text += "" if units is None else f", at most {units} ulp"
         if text is not None:
             yield Difference(iteration, kind, name if start == "observation" else path, text)
+
+
+def _is_computed(path: str, is_tensor: bool) -> bool:
+    """Return whether what is at a path of a snapshot follows from the iterations: no settings, nor times of extensions."""
+    if path.startswith(("generators/", "observation/")):
+        return "/constructed/" not in path
+    if not path.startswith(_ORDER) or path.startswith(_LEFT_OUT):
+        return False
+    is_compared = is_tensor or not path.startswith("extensions/")
+    return is_compared and "/constructed/" not in path and "/summary/" not in path
+
+
+def digests_of(saved: SavedSnapshot) -> dict[str, str]:
+    """Return 64 bits of each value in a snapshot that a replay makes again, by its path; every byte is verified first."""
+    digests = {}
+    with opened_state(saved) as state:
+        for path, value in (leaf for key, item in state.items() for leaf in leaves(key, item)):
+            if _is_computed(path, isinstance(value, Tensor | StoredTensor)) and not path.startswith("observation/"):
+                content = as_tensor(read_stored(value))
+                digest = hashlib.blake2b(digest_size=8)
+                if isinstance(content, Tensor):
+                    digest.update(f"{content.dtype} {tuple(content.shape)} ".encode())
+                    digest.update(bytes_of(content).numpy().data)
+                else:
+                    digest.update(describe(content).encode())
+                digests[path] = _LEFT_OUT_BY_FROZEN if content is None else digest.hexdigest()
+    return digests
+
+
+def differing_digests(thinned: Mapping[str, str], made: Mapping[str, str]) -> list[str]:
+    """Return the paths at which two snapshots differ, causes first; what ``frozen=False`` has left out is not compared."""
+    paths = sorted({*thinned, *made}, key=_rank_of_cause)
+    return [path for path in paths if thinned.get(path) not in (_LEFT_OUT_BY_FROZEN, made.get(path))]
 
 
 def _not_drawn(run: FinishedRun, state: Mapping[str, Any]) -> set[str]:

@@ -25,11 +25,13 @@ from chainring.serializers._loading import opened_state
 from chainring.serializers._safetensors import is_pickle
 from chainring.serializers._store import (
     STATE,
+    THINNED,
     CorruptError,
     Manifest,
     Place,
     SavedSnapshot,
     Snapshots,
+    Thinned,
     explain_absence,
     find_snapshot,
     format_manifest,
@@ -241,9 +243,19 @@ class FinishedRun:
 
     @cached_property
     def snapshots(self) -> dict[int, str]:
-        """The names of the snapshots by iteration, in order, without those that were taken because of an error."""
+        """The names of the snapshots by iteration, in order, without thinned ones and those taken because of an error."""
         listing = [(name, manifest) for name, manifest in self.store.listing() if manifest is not None]
-        return dict(sorted((m.iteration, name) for name, m in listing if "error" not in m.about))
+        return dict(sorted((m.iteration, name) for name, m in listing if not {"error", THINNED} & m.about.keys()))
+
+    def thinned(self, iteration: int) -> dict[str, str] | None:
+        """Return the digests of the snapshot of an iteration, see `Snapshots.thin`; ``None`` if none was thinned."""
+        for name, manifest in self.store.listing():
+            if manifest is not None and manifest.iteration == iteration and THINNED in manifest.about:
+                try:
+                    self.store.snapshot(name).read_manifest()
+                except Thinned as error:
+                    return dict(error.manifest.about[THINNED])
+        return None
 
     def opened(self, iteration: int) -> AbstractContextManager[dict[str, Any]]:
         """Open the snapshot of an iteration, see `opened_state`."""
@@ -292,7 +304,9 @@ def saved_trainers(store: Snapshots, latest: int | None = None) -> Iterator[tupl
     out, since the update may be incomplete, as are those in ``abandoned``, which the run has left behind.
     """
     for name, manifest in store.listing():
-        if manifest is None or "error" in manifest.about or (latest is not None and manifest.iteration > latest):
+        if manifest is None or (latest is not None and manifest.iteration > latest):
+            continue
+        if {"error", THINNED} & manifest.about.keys():
             continue
         with suppress(OSError, ValueError):  # removed meanwhile, or damaged
             saved = store.snapshot(name)

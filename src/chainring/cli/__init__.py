@@ -13,15 +13,15 @@ from typing import Any
 
 from chainring._messages import printable
 from chainring._version import __version__
-from chainring.cli import average, bisect, diff, export, inspect, replay, report, reproduce, verify_resume
+from chainring.cli import average, bisect, diff, export, inspect, replay, report, reproduce, thin, verify_resume
 from chainring.cli._common import add_command, help_formatter
-from chainring.serializers._store import CorruptError, NewerFormat
+from chainring.serializers._store import CorruptError, NewerFormat, Thinned
 
 _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them;
 verify that a run can be resumed; go to any of its iterations, and find the one
-in which it went wrong; make a run again from its record. Saved files are
-never overwritten, and but for the code in that record never executed."""
+in which it went wrong; make a run again from its record. Saved files are never
+changed, except by `thin`, and but for the code in that record never executed."""
 
 _EPILOG = """\
 examples:
@@ -36,6 +36,7 @@ examples:
   chainring batch result 48123 train.py                      its examples
   chainring bisect result --bad "main/loss > 10" train.py    the bad batch
   chainring reproduce result               once more, from its record
+  chainring thin result --every "10 epoch"    free the disk of snapshots
 
 exit status:
   0    success, without damage or a difference
@@ -83,7 +84,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (report, inspect, verify_resume, diff, replay, bisect, reproduce, export, average):
+    for module in (report, inspect, verify_resume, diff, replay, bisect, reproduce, thin, export, average):
         module.add_to(commands)
     purpose = "the completion of these commands in a shell"
     completion = add_command(commands, "completion", _complete, purpose, _COMPLETION, prints_json=False)
@@ -105,7 +106,7 @@ def _run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        is_damage = isinstance(error, CorruptError) and not isinstance(error, NewerFormat)
+        is_damage = isinstance(error, CorruptError) and not isinstance(error, NewerFormat | Thinned)
         return _fail(1 if is_damage else 2, error)
     except KeyboardInterrupt:
         return _fail(130, "interrupted")

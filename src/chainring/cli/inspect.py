@@ -15,7 +15,7 @@ from chainring._places.base import StoredFile
 from chainring._runs.finished import describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, show
 from chainring.serializers._safetensors import read_entries, verify_file
-from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
+from chainring.serializers._store import THINNED, CorruptError, NewerFormat, SavedSnapshot, Thinned
 from chainring.training._run_directory import RECORD, read_record
 
 _NOTES = ("error", "not bit-exact", "left out")
@@ -73,7 +73,10 @@ def _inspect(options: argparse.Namespace) -> None:
         show(options, {"file": located.path, "bytes": located.size, "tensors": tensors}, lines)
         return
     saved, *others = located
-    manifest = saved.verify(content=False)
+    try:
+        manifest = saved.verify(content=False)
+    except Thinned as error:
+        manifest = error.manifest
     files = [saved.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")]
     code = None if is_url(options.path) else _describe_code(Path(below_home(options.path)))
     versions = manifest.about.get("versions")
@@ -92,6 +95,9 @@ def _inspect(options: argparse.Namespace) -> None:
     lines = [f"{saved.path}: iteration {about['iteration']}{epoch}"]
     if about["versions"]:
         lines.append("written with " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    if THINNED in manifest.about:
+        about["thinned"] = manifest.about[THINNED]
+        lines += [str(Thinned(saved.path, manifest)), *(f"  {path}  {text}" for path, text in about["thinned"].items())]
     if others:
         lines.append(f"also there: {list_names([other.name for other in others], 3)}")
     lines += [f"code: {code}; `chainring reproduce` makes the run again"] if code else []
@@ -144,6 +150,8 @@ def _verify(options: argparse.Namespace) -> None:
     for saved in [located] if isinstance(located, StoredFile) else located:
         try:
             checked.append({"path": saved.path, "sound": True, **_facts_of(saved), "error": None})
+        except Thinned as error:
+            checked.append({"path": saved.path, "sound": True, "thinned": error.manifest.iteration, "error": None})
         except CorruptError as error:
             sound = None if isinstance(error, NewerFormat) else False
             checked.append({"path": saved.path, "sound": sound, "error": str(error)})
@@ -156,6 +164,8 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _verdict(facts: dict[str, Any]) -> str:
+    if "thinned" in facts:
+        return f"was thinned: it has the digests of iteration {facts['thinned']}, which `chainring replay` makes again"
     size = f"{facts['bytes']:,} bytes"
     if "iteration" in facts:
         return f"is what was written: iteration {facts['iteration']}, {facts['files']} files, {size}"

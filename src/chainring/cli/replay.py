@@ -24,8 +24,9 @@ Repeat a run from its nearest snapshot up to any iteration, bit for bit, with
 the script that trained it: what the run had there, also if no snapshot was
 taken. The run may have ended, been killed, or still be running; nothing is
 changed in its directory, and no rows go to services such as W&B. Where
-extensions.Recorder has recorded the run, each iteration is compared with it.
-The script ends with its trainer's run. Options come before SCRIPT.
+extensions.Recorder has recorded the run, each iteration is compared with it,
+and a state of which `chainring thin` has left digests with these. The script
+ends with its trainer's run. Options come before SCRIPT.
 
 examples:
   chainring replay result --to 48123 train.py
@@ -174,8 +175,9 @@ class RecordedRun:
         except NoReplay as error:  # about what was copied
             raise NoReplay(str(error).replace(str(self.directory), self.place)) from error
         comparison, origin = replayed["comparison"], replayed["origin"]
-        difference = comparison and comparison["difference"]
-        replayed |= {"difference": difference, "same": None if comparison is None else difference is None, "notes": []}
+        compared = [each for each in (comparison, replayed["thinned"]) if each is not None]
+        difference = next(filter(None, (each["difference"] for each in compared)), None)
+        replayed |= {"difference": difference, "same": difference is None if compared else None, "notes": []}
         if not origin["is_exact"]:
             replayed["notes"].append(
                 f"The run was one of {origin['ranks']} ranks: one process computes the same examples with other last bits"
@@ -199,14 +201,17 @@ class RecordedRun:
 def describe_replay(replayed: Mapping[str, Any]) -> str:
     """Return in words where a replay began, and how it was compared with the recorder."""
     name, comparison = replayed["origin"]["snapshot"], replayed["comparison"]
-    if comparison is None:
-        text = "nothing of it is recorded to compare it with (extensions.Recorder does that)"
-    elif replayed["difference"] is not None:
+    if replayed["difference"] is not None:
         text = replayed["difference"]
+    elif comparison is None and replayed["thinned"] is None:
+        text = "nothing of it is recorded to compare it with (extensions.Recorder does that)"
+    elif comparison is None:
+        text = f"the same as the digests of its {replayed['thinned']['count']} values say"
     else:
         count, last = comparison["count"], comparison["last"]
         rest = f", which ends with iteration {last}" if last < replayed["iteration"] else ""
         text = f"the same as the recorder says in {count} iteration{'s' * (count != 1)}{rest}"
+        text += ", and as the digests of its values say" if replayed["thinned"] is not None else ""
     return f"from {'the beginning' if name is None else printable(name)}: {text}"
 
 

@@ -18,7 +18,7 @@ from chainring._files import from_json, read_regular
 from chainring._places.base import RemoteError
 from chainring._runs.finished import LOG, FinishedRun
 from chainring.html_report._log import MAX_ROWS, Log, LogFile
-from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots
+from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots, Thinned
 from chainring.training._run_directory import RECORD, NamePattern
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
@@ -151,6 +151,8 @@ def _read_snapshots(store: Snapshots, templates: Iterable[str], verify: bool) ->
             manifest = saved.verify(content=verify)
         except RemoteError:  # which says nothing about the snapshot
             raise
+        except Thinned as error:
+            state, note = "thinned", str(error)
         except (CorruptError, OSError) as error:
             state, note = DAMAGED, str(error)
         if not store.files.exists(name):  # the run has removed it meanwhile

@@ -37,6 +37,7 @@ _ARCHIVE = re.compile(r"(?P<run>.+)/(?P<archive>(?:previous|abandoned)/\d+)")
 _READERS = 8  # manifests in an object store that are read at once
 _MAX_SUMMARIES = 1 << 14
 _RECORD = "run.json"
+THINNED = "thinned"  # the key of the digests that a manifest has in the place of files, see `Snapshots.thin`
 _FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")  # of a snapshot
 _MAX_NAMES = 3
 _NO_SNAPSHOT = (
@@ -59,6 +60,18 @@ class CorruptError(ValueError):
 
 class NewerFormat(CorruptError):  # noqa: N818 - it is not damage
     """A newer version of Chainring wrote the snapshot, and this version cannot tell whether it is damaged."""
+
+
+class Thinned(CorruptError):  # noqa: N818 - it is not damage
+    """A snapshot was thinned: it has digests of what it held, and ``manifest`` is that with them."""
+
+    def __init__(self, path: str, manifest: Manifest) -> None:
+        run, _, name = path.rpartition("/")
+        super().__init__(
+            f"{path} was thinned: it has digests of what it held. To make it again, and compare it with them: "
+            f"chainring replay {run or '.'} --to {manifest.iteration} --save {name} SCRIPT"
+        )
+        self.manifest = manifest
 
 
 class LateError(CorruptError):
@@ -112,7 +125,7 @@ class SavedSnapshot:
         return self._files.exists(_join(self._key, MANIFEST))
 
     def read_manifest(self) -> Manifest:
-        """Return the manifest, compared with its own checksum; see `verify`."""
+        """Return the manifest, compared with its own checksum; a `Thinned` if the files are not there. See `verify`."""
         try:
             text = self._files.read(_join(self._key, MANIFEST))
         except FileNotFoundError:
@@ -122,6 +135,8 @@ class SavedSnapshot:
         manifest = parse_manifest(text, self.path)
         if not self._files.admits(self._key, manifest.stamp, manifest.digest):
             raise LateError(f"{self.path} was written by a run that had lost its lease, and is not valid")
+        if THINNED in manifest.about:
+            raise Thinned(self.path, manifest)
         return manifest
 
     def sizes(self, manifest: Manifest) -> dict[str, int | None]:
@@ -261,10 +276,10 @@ class Snapshots:
         return self.files.link_target(check_name(name))
 
     def names(self) -> list[str]:
-        """Return the names of the snapshots, the highest iteration first, those with a damaged manifest last."""
+        """Return the names of the snapshots, the highest iteration first, then the thinned, at last the damaged ones."""
         states = self.files.states()
         listed = [(name, manifest) for name, manifest in self.listing(states) if states[name] is not None]
-        return [name for name, manifest in listed if manifest] + [name for name, manifest in listed if not manifest]
+        return [name for name, _ in sorted(listed, key=lambda item: 2 if item[1] is None else THINNED in item[1].about)]
 
     def listing(
         self, states: Mapping[str, Hashable | None] | None = None, *, copies: bool = True
@@ -296,8 +311,9 @@ class Snapshots:
             if len(_summaries) > _MAX_SUMMARIES:
                 _summaries.clear()
             try:
-                text = self.files.read(f"{name}/{MANIFEST}")
-                _summaries[key] = replace(parse_manifest(text, name), parts={})
+                manifest = parse_manifest(self.files.read(f"{name}/{MANIFEST}"), name)
+                about = {**manifest.about, THINNED: None} if THINNED in manifest.about else manifest.about
+                _summaries[key] = replace(manifest, parts={}, about=about)
             except ValueError:
                 _summaries[key] = None
             except OSError as error:
@@ -320,6 +336,19 @@ class Snapshots:
             folder = self.snapshot(name).folder(manifest)
             # Others below that name may belong to a snapshot that was moved.
             self.files.remove(name, [f"{folder}/{file}" for file in manifest.files])
+
+    def thin(self, name: str, digests: Mapping[str, str] | None) -> None:
+        """Put digests in the place of the files of a snapshot in a directory.
+
+        One rename puts them into its manifest, which then lists no files. Only after that, when this lasts, the files go;
+        where a kill has left some, a call without digests removes them.
+        """
+        assert isinstance(self.files, base.Directory)
+        text = None
+        if digests is not None:
+            manifest = self.snapshot(name).read_manifest()
+            text = format_manifest(replace(manifest, files={}, parts={}, about={**manifest.about, THINNED: dict(digests)}))
+        self.files.empty(name, text, [file for file in self.files.sizes(name) if _FILE.fullmatch(file)])
 
     def move(self, name: str, archive: str) -> None:
         """Move a snapshot or a link into a folder of the run, such as ``"previous/1"``."""

@@ -28,7 +28,14 @@ from chainring._runs.finished import FinishedRun
 from chainring.reporting.summary import is_scalar
 from chainring.testing._live_traces import Capture, fingerprint
 from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter
-from chainring.testing.replay import NoReplay, Replay, Watch, compare_with_record, recorded_threads
+from chainring.testing.replay import (
+    NoReplay,
+    Replay,
+    Watch,
+    compare_with_record,
+    compare_with_thinned,
+    recorded_threads,
+)
 from chainring.training.trainer import Trainer
 
 _SECONDS = 0.1  # between two notes of where a replay is
@@ -69,7 +76,7 @@ def main() -> None:
 
 def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer], None]) -> None:
     watch = Watch(task.condition and Condition(**task.condition))
-    facts: dict[str, Any] = {"error": None}
+    facts: dict[str, Any] = {"error": None, "thinned": None}
     capture = None if task.capture is None else Capture(trainer, *task.capture[:2], in_detail=task.capture[2])
     due = 0.0
 
@@ -120,6 +127,7 @@ def _describe(task: ReplayTask, facts: dict[str, Any], trainer: Trainer) -> None
     facts["observation"] = {key: float(value) for key, value in trainer.observation.items() if is_scalar(value)}
     if task.save is not None:
         serializers.save(task.save, trainer)
+    facts["thinned"] = compare_with_thinned(FinishedRun(task.source), trainer, Path(task.save or task.path("state")))
 
 
 # --- in the process that starts it ---

@@ -28,14 +28,15 @@ from chainring._checks import is_integer
 from chainring._distributed.sharding import to_local
 from chainring._messages import info, warn
 from chainring._naming import parameter_names
-from chainring._runs.comparison import first_recorded_difference
+from chainring._runs.comparison import differing_digests, digests_of, first_recorded_difference
 from chainring._runs.conditions import Condition
 from chainring._runs.finished import FinishedRun, saved_trainers
 from chainring.iterators.loader import LoaderIterator
 from chainring.iterators.serial import IndexedIterator
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._loading import load
-from chainring.serializers._store import CorruptError, open_store
+from chainring.serializers._saving import save
+from chainring.serializers._store import CorruptError, find_snapshot, open_store
 from chainring.testing._processes import call_make_trainer
 from chainring.training._entry import Entry, Observer
 from chainring.training._run_directory import read_record
@@ -48,6 +49,12 @@ UNCHECKED = (
     "iteration after it, or record digests then by Recorder(parameters=...)"
 )
 """Of the last iteration of a replay, in words."""
+
+
+_CHANGED = (
+    "The script, its arguments, its data, a version or the number of threads have changed, or something is remembered that "
+    "is not saved: `chainring verify-resume` finds that"
+)
 
 
 class NoReplay(ValueError):  # noqa: N818 - it is read as an answer
@@ -77,7 +84,8 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
     if there is none, and repeats the iterations from there, with its own extensions. The run may have ended, been killed,
     or still be running: it is only read, and the trainer's ``out`` is a separate directory, which is removed with it. No
     rows are sent to services, such as Weights & Biases. If a `Recorder` has recorded the run, each iteration is compared
-    with the record; of the last, whose update shows in the loss of the next, it is printed if that is not recorded.
+    with the record; of the last, whose update shows in the loss of the next, it is printed if that is not recorded. A state
+    of which `chainring thin` has left the digests is compared with these.
 
     The returned trainer has run: its gradients, unless the run has a snapshot of that very iteration, after which no update
     was made, and its observation are those of the iteration, and Python's, NumPy's and
@@ -96,7 +104,7 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
         iteration: the iteration; 0 is the state before the first.
 
     Raises:
-        ReplayDiffers: the replay differs from a recorded iteration.
+        ReplayDiffers: the replay differs from a recorded iteration, or from the digests of a thinned snapshot.
         NoReplay: the run, or the new trainer, does not reach that iteration; or the run had several ranks and computed
             other bits than one process does.
         FileNotFoundError: there is no such run.
@@ -121,16 +129,19 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
             if not isinstance(trainer, Trainer):
                 raise TypeError(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
             bar: Any = tqdm(desc=f"replay to iteration {iteration}", unit="it", delay=3.0, mininterval=0.5, disable=None)
+            thinned: list[dict[str, Any] | None] = []
             with bar:
                 replaying = Replay(
                     trainer, run.directory, directory, latest=iteration, until=iteration,
+                    at_end=lambda trainer: thinned.append(compare_with_thinned(run, trainer, directory / "state")),
                     on_iteration=lambda reached: bar.update(reached - replaying.origin.iteration - bar.n),
                 )  # fmt: skip
                 bar.total = iteration - replaying.origin.iteration
                 replaying.run(type(trainer).run)
         comparison = compare_with_record(run, trainer, replaying.origin, iteration)
-        if comparison is not None and comparison["difference"] is not None:
-            raise ReplayDiffers(comparison["difference"])
+        for compared in (comparison, *thinned):
+            if compared is not None and compared["difference"] is not None:
+                raise ReplayDiffers(compared["difference"])
         if comparison is not None and comparison["unchecked"] is not None:
             info(UNCHECKED.format(iteration))
     except BaseException:
@@ -379,10 +390,27 @@ def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, unti
     what = "the state of the random generators" if first.what == "generators" else f"the {first.what} {first.name}".rstrip()
     difference = (
         f"the replay differs from the run: {what} of iteration {first.iteration} is not the one that was "
-        "recorded. The script, its arguments, its data, a version or the number of threads have "
-        "changed, or something is remembered that is not saved: `chainring verify-resume` finds that"
+        f"recorded. {_CHANGED}"
     )
     return {"count": count, "last": last, "iteration": first.iteration, "difference": difference, "unchecked": None}
+
+
+def compare_with_thinned(run: FinishedRun, trainer: Trainer, saved: Path) -> dict[str, Any] | None:
+    """Save a replayed state, and compare it with the digests of the snapshot of its iteration that was thinned.
+
+    Return the ``count`` of these, and the ``difference`` in a sentence; ``None`` if there are no digests.
+    """
+    iteration = trainer.updater.iteration
+    if (digests := run.thinned(iteration)) is None:
+        return None
+    if not saved.exists():
+        save(saved, trainer)
+    difference = None
+    if names := differing_digests(digests, digests_of(find_snapshot(saved))):
+        more = f" and {len(names) - 1} more of {len(digests)} values" if len(names) > 1 else ""
+        difference = f"the replay differs from the snapshot of iteration {iteration} that was thinned: {names[0]}{more}"
+        difference += f". {_CHANGED}"
+    return {"count": len(digests), "difference": difference}
 
 
 # --- the examples that an update has taken from its iterators ---
