@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -180,6 +182,12 @@ MODULES: dict[str, dict[str, str]] = {
 ERRORS = {  # of PyTorch, by what is found in their text
     r"expected (target dtype|scalar type)( to be)? (Long|Byte)": "labels are class numbers, of dtype int64: label.long()",
     r"[Tt]arget -?\d+ is out of bounds": "labels count from 0 to the number of outputs of the last layer less 1",
+    r"must have the same dtype, but got Double|expected .* Float but found Double|but got (dtype )?Double": (
+        "numbers of NumPy and Python are of 64 bits, and layers of 32: x.astype(numpy.float32), or x.float() of a tensor"
+    ),
+    r"0D or 1D target tensor expected, multi-target not supported": (
+        "labels of classes have the shape (batch,): label.squeeze(1), or label.argmax(1) where they are one-hot"
+    ),
     r"mat1 and mat2 shapes cannot be multiplied": (
         "a layer takes other features than it is given; chainring.nn.model_summary(model) lists the layers"
     ),
@@ -214,14 +222,18 @@ def raise_missing(module: str, name: str) -> None:
 
 
 def hinting(hints: Mapping[str, str]) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
-    """Return a decorator of a constructor: a keyword that it lacks and other libraries have is refused with a hint."""
+    """Return a decorator of a constructor: a keyword that it lacks is refused with the nearest, or what to write instead."""
 
     def decorate(constructor: Callable[Parameters, None]) -> Callable[Parameters, None]:
         @functools.wraps(constructor)
         def construct(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> None:
-            for name in keywords:
-                if name in hints and name not in constructor.__code__.co_varnames:
-                    raise TypeError(f"{constructor.__qualname__}() has no argument {name!r}: {hints[name]}")
+            code = constructor.__code__
+            known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            for name in keywords if not code.co_flags & inspect.CO_VARKEYWORDS else ():
+                near = difflib.get_close_matches(name, known, 1)
+                if name not in known and (name in hints or near):
+                    hint = hints[name] if name in hints else f"did you mean {near[0]!r}?"
+                    raise TypeError(f"{constructor.__qualname__.partition('.')[0]}() has no argument {name!r}: {hint}")
             constructor(*arguments, **keywords)
 
         return construct

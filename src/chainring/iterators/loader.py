@@ -106,7 +106,10 @@ class LoaderIterator(Iterator):
         self._batch_size_is_known = getattr(loader, "batch_size", None) is not None
         self._passes = Passes(source, self)
         if repeat and source.length == 0:
-            raise ValueError(f"repeat=True needs at least one batch, and {type(loader).__name__} has none")
+            raise ValueError(
+                f"training takes batches again and again, and this {type(loader).__name__} has none: its data are empty, or "
+                "fewer than a batch with drop_last=True"
+            )
         if repeat and source.inexactness is not None:
             warn(f"a run over this {type(loader).__name__} cannot be resumed bit for bit: {source.inexactness}")
         # A pass is left after epoch_length batches, unless it has a state and is resumed without fetching anything again.

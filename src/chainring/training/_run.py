@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, RanksLost
@@ -284,7 +286,19 @@ def _visit_parts(serializer: AbstractSerializer, trainer: Trainer) -> None:
 def prepare(trainer: Trainer) -> None:
     """Prepare what extensions find when they are initialized: the names of models, the ranks, the shares of data."""
     updater, comm = trainer.updater, trainer.comm
+    optimizers = updater.get_all_optimizers().values()
+    trained = {
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
     for name, model in updater.get_all_models().items():
+        dropouts = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.p > 0]
+        if (
+            dropouts
+            and not any(module.training for module in dropouts)
+            and trained.intersection(map(id, model.parameters()))
+        ):
+            text = f"model {name!r} is trained in evaluation mode, without its dropout"
+            warn(f"{text}; call {name if name != 'main' else 'model'}.train() before, which from_pretrained() does not")
         for path, module in named_submodules(name, model):
             trainer.reporter.add_observer(path, module)
     for iterator in updater.get_all_iterators().values():
@@ -393,6 +407,7 @@ class Interruption:
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
         self._has_request = False  # for a snapshot, of which the other ranks do not know yet
         self._sigint_count = 0
+        self._has_told = False
         self._handlers: dict[int, Any] = {}  # by signal, the handlers that this one replaces
         self._pid = os.getpid()
 
@@ -430,6 +445,12 @@ class Interruption:
             self._sigint_count += signum == signal.SIGINT
             self.signum = self.signum or signum
             self.ends_run = self.ends_run or not self.is_shared
+            if self.signum == signum and not self._has_told and not self.is_nested and self._comm.world.is_main:
+                self._has_told = True  # not by print, in which this signal may have come
+                again = ", Ctrl-C again ends it at once" if signum == signal.SIGINT else ""
+                text = f"{signal.Signals(signum).name}: the run ends after this iteration{again}\n"
+                with suppress(OSError):
+                    os.write(2, text.encode())
         self.needs_answer = self.needs_answer or not self.is_shared
         handler = self._handlers.get(signum)
         if callable(handler) and handler is not signal.default_int_handler:

@@ -285,6 +285,11 @@ class Trainer(Stateful):
             )
         return first
 
+    def __repr__(self) -> str:
+        iteration, names = self.updater.iteration, ", ".join(entry.name for entry in self.entries)
+        until = describe(self.stop_trigger)
+        return f"<Trainer after iteration {iteration} of {until}, out={self.out!r}, with {names or 'no extensions'}>"
+
     def run(self) -> None:
         """Train until the stop trigger fires or the data run out.
 
@@ -353,7 +358,8 @@ class Trainer(Stateful):
                 if self.stop_trigger is not get_stop_trigger(None):
                     warn(
                         f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
-                        f"{self.stop_trigger} fired; an iterator with repeat=True starts a new epoch instead"
+                        f"{self.stop_trigger} fired. A DataLoader itself, instead of iter(loader), and an iterator with "
+                        "repeat=True start a new epoch instead",
                     )
                 return
             for entry, observe, fires, call in steps:

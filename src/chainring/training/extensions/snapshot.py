@@ -13,10 +13,13 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from chainring._checks import is_integer, is_number
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded
-from chainring._messages import warn
+from chainring._hints import hinting
+from chainring._messages import OneTimeWarning, info, warn
 from chainring._naming import name_cleaner
 from chainring.serializers._loading import load_snapshot
 from chainring.serializers._models import weights_to_use
@@ -44,7 +47,10 @@ Write = Callable[[], None]
 _SERIES = "series"
 _FINAL = "out of turn"  # only because the run ended, and not because a trigger fired
 _TAKERS = "taken by"  # where several extensions have one name, those whose triggers fired
+_NAN = "NaN"  # where a parameter or buffer of a model is
 _VALUES = "values"  # by key, the means by which the best are kept
+
+_WITH_NAN = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 _RULE = 'filename is a name in out, such as "snapshot_iter_{.updater.iteration}" or "best", or a function of the trainer'
 
@@ -106,6 +112,7 @@ class Snapshot(Extension):
     default_name = "snapshot"
     writes: Sequence[str] = ()
 
+    @hinting({"save_top_k": 'keep_best=("validation/main/loss", 3)', "save_total_limit": "n_retains=3"})
     def __init__(
         self,
         filename: Filename = "snapshot_iter_{.updater.iteration}",
@@ -169,10 +176,20 @@ class Snapshot(Extension):
         """Load a snapshot, or note that it is damaged, on all ranks alike."""
         try:
             load_snapshot(saved, obj, comm)
+            if self.target is None and comm.is_main:
+                updater = obj.updater
+                nan = ", with NaN among its parameters" * (_NAN in saved.read_manifest().about)
+                info(f"resumed from {saved}, after iteration {updater.iteration}, epoch {updater.epoch_detail:.4g}{nan}")
         except CorruptError as error:
             self._damaged.add(saved.name)
             if comm.is_main:
                 warn(f"snapshot {saved.name!r} is skipped: {error}")
+            raise
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            error.add_note(
+                f"while {saved} was loaded, from which the run would continue. If the script has changed: give another out "
+                "to begin again, and serializers.load(snapshot, model, strict=False) for the parameters that fit"
+            )
             raise
 
     def initialize(self, trainer: Trainer) -> None:
@@ -461,6 +478,7 @@ class Series:
         self.wanted: dict[str, bool] = {}
         self.begun: tuple[str, int] | None = None  # the name and the iteration of the newest that the run takes
         self.comm: Communicator | None = None
+        self._warning = OneTimeWarning()
         # By name, since the run began: a commit that read every manifest would cost the more, the more are kept.
         self.known: dict[str, Manifest] | None = None
 
@@ -490,6 +508,12 @@ class Series:
             about[_TAKERS] = sorted(takers)
         if values:
             about[_VALUES] = dict(values)
+        if (nan := _find_nan(checkpoint)) is not None:
+            about[_NAN] = nan
+            self._warning.give(
+                f"{nan} is NaN in snapshot {directory!r}, of iteration {iteration}. The newest without NaN is kept "
+                "besides; extensions.FailOnNonNumber() ends a run, or goes back, at the first"
+            )
         checkpoint.commit(store, directory, iteration, about, self.comm)
         if self.known is not None:
             self.known[directory] = Manifest(directory, iteration, {}, about)
@@ -543,7 +567,12 @@ class Series:
                 if is_linked and (not takers or extension in takers):
                     taken.append(name)
             newest = retention.newest if retention.newest >= 0 else 1 if self.is_fixed else None
-            kept.update(taken[:newest], retention.rank(taken, known)[: retention.best] if retention.best else ())
+            sound = (name for name in taken if _NAN not in known[name].about)
+            kept.update(
+                taken[:newest],
+                itertools.islice(sound, 1),
+                retention.rank(taken, known)[: retention.best] if retention.best else (),
+            )
         return kept
 
     def listing(self, store: Snapshots) -> dict[str, Manifest | None]:
@@ -574,6 +603,15 @@ class Retention(NamedTuple):
             if is_number(value):
                 values[name] = -self.sign * value, known[name].iteration
         return sorted(values, key=values.__getitem__)
+
+
+def _find_nan(checkpoint: Checkpoint) -> str | None:
+    """Return the name of the first tensor with NaN of a model, among those that this rank writes; infinity may be a mask."""
+    for name, tensor in checkpoint.tensors.items():
+        is_of_model = name.startswith("updater/model:") or not name.startswith(("updater/", "extensions/"))
+        if is_of_model and tensor.dtype in _WITH_NAN and tensor.numel() and bool(tensor.amax().isnan()):
+            return name.partition("\0")[0]
+    return None
 
 
 def _best_of(keep_best: object, mode: str, n_retains: int, autoload: bool) -> Retention:
