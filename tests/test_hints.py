@@ -4,6 +4,8 @@ import copy
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -76,7 +78,7 @@ def test_a_keyword_of_another_trainer_is_answered(name):
     """As a TypeError; it is no argument here, and the signature is as written."""
     assert name not in inspect.signature(training.Trainer).parameters
     with pytest.raises(
-        TypeError, match=re.escape(f"Trainer.__init__() has no argument {name!r}: {_hints.TRAINER_KEYWORDS[name]}")
+        TypeError, match=re.escape(f"Trainer() has no argument {name!r}: {_hints.TRAINER_KEYWORDS[name]}")
     ):
         training.Trainer(updater_of(), **{name: 1})
 
@@ -153,3 +155,30 @@ def test_what_is_not_an_extension_is_refused_with_the_way_to_use_it(trainer, mak
     """A scheduler, a writer, the result of a function, a trigger."""
     with pytest.raises(TypeError, match=words):
         trainer.extend(make())
+
+
+def test_every_public_module_is_there_after_importing_the_package():
+    """Each is imported when it is first named, and not before."""
+    program = (
+        "import sys, chainring\n"
+        "assert not {name for name in sys.modules if name.startswith('chainring.training')}\n"
+        f"for module, names in {_hints.SUBMODULES!r}.items():\n"
+        "    for name in names:\n"
+        "        assert getattr(sys.modules[module], name).__name__ == f'{module}.{name}'\n"
+        "chainring.training.Trainer, chainring.training.extensions.snapshot, chainring.training.triggers.any_of\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "nearest"),
+    [
+        (lambda: extensions.snapshot(n_retain=3), "n_retains"),
+        (lambda: training.StandardUpdater(None, {}, {}, loss_fun=len), "loss_func"),
+        (lambda: training.Trainer(None, output="result"), "out"),
+    ],
+)
+def test_misspelled_argument_is_answered_by_the_nearest(call, nearest):
+    """As a misspelled name is by Python."""
+    with pytest.raises(TypeError, match=f"has no argument .*: did you mean '{nearest}'"):
+        call()

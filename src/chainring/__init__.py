@@ -34,7 +34,7 @@ __all__ = [
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> None:
-        from chainring._hints import raise_missing
+    def __getattr__(name: str) -> object:
+        from chainring._hints import find_missing
 
-        raise_missing(__name__, name)
+        return find_missing(__name__, name)

@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, ParamSpec
 
 Parameters = ParamSpec("Parameters")
@@ -206,13 +207,21 @@ def find_hint(error: BaseException) -> str | None:
     return next((f"hint: {hint}" for pattern, hint in ERRORS.items() if re.search(pattern, text)), None)
 
 
-def raise_missing(module: str, name: str) -> None:
-    """Raise the error of a name that a module lacks, with a hint where there is one.
+SUBMODULES = {
+    "chainring": "cli converters datasets iterators nn parallel serializers testing training writers".split(),
+    "chainring.training": ["extensions", "triggers"],
+}
+
+
+def find_missing(module: str, name: str) -> ModuleType:
+    """Return a public module that was not imported yet, or raise the error of a name that a module lacks, with a hint.
 
     Raises:
         AttributeError: always, but for ``from module import name``, of whose error Python would drop the words.
         ImportError: there.
     """
+    if name in SUBMODULES.get(module, ()):
+        return importlib.import_module(f"{module}.{name}")
     text = f"module {module!r} has no attribute {name!r}"
     hint = MODULES[module].get(name)
     caller = sys._getframe(2).f_globals.get("__name__")
