@@ -77,9 +77,7 @@ def test_the_error_of_a_property_is_its_own(trainer):
 def test_a_keyword_of_another_trainer_is_answered(name):
     """As a TypeError; it is no argument here, and the signature is as written."""
     assert name not in inspect.signature(training.Trainer).parameters
-    with pytest.raises(
-        TypeError, match=re.escape(f"Trainer() has no argument {name!r}: {_hints.TRAINER_KEYWORDS[name]}")
-    ):
+    with pytest.raises(TypeError, match=re.escape(f"Trainer() has no argument {name!r}: {_hints.TRAINER_KEYWORDS[name]}")):
         training.Trainer(updater_of(), **{name: 1})
 
 

@@ -78,8 +78,14 @@ def saved_object(net, optimizer):
     return [(extensions.snapshot_object(net, "net_{.updater.iteration}", asynchronous=False), OFTEN)]
 
 
+def usual(net, optimizer):
+    named = extensions.defaults(trigger=(3, "iteration"))
+    return [(each, getattr(each, "trigger", None)) for each in named if not isinstance(each, extensions.ProgressBar)]
+
+
 EXTENSIONS = {
     "DumpGraph": alone(lambda: extensions.DumpGraph("main/loss")),
+    "defaults": {"extra": usual},
     "dump_graph": alone(lambda: extensions.dump_graph("main/loss", "graph.dot")),
     "Evaluator": {"extra": evaluated},
     "ExponentialMovingAverage": {"extra": averaged},

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from chainring.training.extensions.defaults import defaults
 from chainring.training.extensions.evaluator import Evaluator
 from chainring.training.extensions.exponential_moving_average import ExponentialMovingAverage
 from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
@@ -61,6 +62,7 @@ __all__ = [
     "SystemMetrics",
     "Throughput",
     "WarmupShift",
+    "defaults",
     "dump_graph",
     "observe_lr",
     "observe_value",
