@@ -208,9 +208,11 @@ def find_hint(error: BaseException) -> str | None:
 
 
 SUBMODULES = {
-    "chainring": "cli converters datasets iterators nn parallel serializers testing training writers".split(),
+    "chainring": [
+        "cli", "converters", "datasets", "iterators", "nn", "parallel", "serializers", "testing", "training", "writers",
+    ],
     "chainring.training": ["extensions", "triggers"],
-}
+}  # fmt: skip
 
 
 def find_missing(module: str, name: str) -> ModuleType:

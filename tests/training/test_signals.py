@@ -24,6 +24,12 @@ OTHERS = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 ALL = SIGNALS + [(number, 128 + number) for number in OTHERS]
 
 
+def told(number):
+    """What a process writes on stderr when a signal comes, before the iteration has ended."""
+    again = ", Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+    return f"{signal.Signals(number).name}: the run ends after this iteration{again}\n"
+
+
 def send(number, at, times=1):
     """An extension that sends a signal to this process in an iteration."""
 
@@ -193,7 +199,7 @@ def test_a_run_inside_an_iteration_of_another_saves_its_state_and_the_outer_one_
         return forked.run(["-c", text])
 
     ended = run("cut", 2)
-    assert (ended.returncode, ended.stderr) == (143, "")
+    assert (ended.returncode, ended.stderr) == (143, told(signal.SIGTERM))
     assert "SIGTERM comes in iteration 2: its state is saved; this run is inside another one" in ended.stdout
     assert "SIGTERM ends the run after iteration 2: its state is saved\n" in ended.stdout
     assert find_snapshot(tmp_path / "cut/inner_2/snapshot_iter_2").read_manifest().iteration == 2
@@ -232,6 +238,16 @@ def test_a_second_sigint_is_a_keyboard_interrupt_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     assert ran == [1, 2]
+
+
+def test_first_signal_is_answered_at_once_and_later_ones_are_not(tmp_path, capfd):
+    """On stderr, before the iteration has ended, so that nobody presses twice."""
+    seen = []
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 4)
+    trainer.extend(lambda trainer: seen.append(capfd.readouterr().err), name="look", priority=399)
+    with pytest.raises(Interrupted):
+        trainer.run()
+    assert seen == ["", "", "", told(signal.SIGTERM)]
 
 
 def test_a_second_sigterm_changes_nothing(tmp_path):
@@ -483,7 +499,7 @@ def test_the_workers_of_a_data_loader_leave_a_signal_to_the_trainer(tmp_path, nu
         assert process.stdout.readline() == "running\n"
         os.killpg(process.pid, number)
         _, err = process.communicate()
-    assert (process.returncode, err) == (code, "")
+    assert (process.returncode, err) == (code, told(number))
     assert len(list(tmp_path.glob("snapshot_iter_*"))) == 1
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
@@ -514,7 +530,7 @@ def test_the_process_exits_with_the_code_of_the_signal_without_a_traceback(tmp_p
     assert process.returncode == code
     assert time.monotonic() - sent < 10
     assert "not reached" not in out
-    assert err == ""
+    assert err == told(number)
     newest = max(tmp_path.glob("snapshot*"), key=lambda path: find_snapshot(path).read_manifest().iteration)
     trainer, *_ = resume_program.build(str(tmp_path / "elsewhere"))
     trainer.extend(extensions.snapshot(), name="ready")

@@ -2,13 +2,15 @@
 
 import os
 import re
+import warnings
 
 import pytest
 import torch
 from counting import CountingUpdater, Fires, a_trainer
 from toys import updater_of
 
-from chainring import report, training
+import resume_program
+from chainring import iterators, report, training
 from chainring.training import extensions
 
 
@@ -197,3 +199,64 @@ def test_the_trial_of_the_state_writes_no_file_and_prints_nothing(tmp_path, caps
         files.append({path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and path.name != "run.json"})
     assert files[0] == files[1]
     assert capsys.readouterr().out == ""
+
+
+class WithDropout(torch.nn.Sequential):
+    """A model whose dropout a caller may have turned off."""
+
+    def __init__(self, *more):
+        super().__init__(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 1), *more)
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def started(out, trained, *others):
+    """Warnings of a run that trains the first of these models."""
+    models = {"main": trained} | {f"other{number}": other for number, other in enumerate(others)}
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    data = iterators.SerialIterator(torch.ones(4, 3), 2)
+    trainer = training.Trainer(training.StandardUpdater(data, optimizer, models), (2, "iteration"), str(out))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.run()
+    return [str(each.message) for each in caught if "evaluation mode" in str(each.message)]
+
+
+def test_model_that_is_trained_in_evaluation_mode_is_named(tmp_path):
+    """As from_pretrained() returns it; a teacher that is not trained may be, and so may a part of a model."""
+    (text,) = started(tmp_path / "a", WithDropout().eval())
+    assert text.startswith("model 'main' is trained in evaluation mode, without its dropout; call model.train() before")
+    assert started(tmp_path / "b", WithDropout(), WithDropout().eval()) == []
+    assert started(tmp_path / "c", WithDropout(torch.nn.Dropout(0.1).eval())) == []
+    assert started(tmp_path / "d", WithDropout(torch.nn.BatchNorm1d(1).eval())) == []
+
+
+def test_run_says_from_what_it_continues(tmp_path, capsys):
+    """Its snapshot, iteration and epoch, once."""
+    for stop in (2, 3):
+        trainer = resume_program.build(str(tmp_path), stop=(stop, "iteration"))[0]
+        trainer.extend(extensions.snapshot(autoload=True), name="saved", trigger=(2, "iteration"))
+        trainer.run()
+    shown = capsys.readouterr().out
+    assert shown.count("resumed from ") == 1
+    assert "snapshot_iter_2, after iteration 2, epoch " in shown
+
+
+def test_snapshot_that_does_not_fit_a_changed_script_is_named_with_what_to_do(tmp_path):
+    """Beside the error of PyTorch."""
+    for width in (2, 3):
+        model = torch.nn.Linear(width, 1)
+        data = iterators.SerialIterator(torch.ones(4, width), 2)
+        updater = training.StandardUpdater(
+            data, torch.optim.SGD(model.parameters(), 0.1), model, loss_func=lambda model, x: model(x).mean()
+        )
+        trainer = training.Trainer(updater, (width, "iteration"), str(tmp_path))
+        trainer.extend(extensions.snapshot(autoload=True), trigger=(1, "iteration"))
+        if width == 2:
+            trainer.run()
+            continue
+        with pytest.raises(RuntimeError, match="size mismatch") as caught:
+            trainer.run()
+        assert "snapshot_iter_2 was loaded" in caught.value.__notes__[0]
+        assert "strict=False" in caught.value.__notes__[0]

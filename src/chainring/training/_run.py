@@ -291,12 +291,10 @@ def prepare(trainer: Trainer) -> None:
         id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
     }
     for name, model in updater.get_all_models().items():
-        dropouts = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.p > 0]
-        if (
-            dropouts
-            and not any(module.training for module in dropouts)
-            and trained.intersection(map(id, model.parameters()))
-        ):
+        has_dropout = any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
+        inner = [*model.modules()][1:] or [model]  # all of what a wrapper such as Classifier holds
+        is_evaluating = has_dropout and not any(module.training for module in inner)
+        if is_evaluating and not trained.isdisjoint(map(id, model.parameters())):
             text = f"model {name!r} is trained in evaluation mode, without its dropout"
             warn(f"{text}; call {name if name != 'main' else 'model'}.train() before, which from_pretrained() does not")
         for path, module in named_submodules(name, model):

@@ -570,7 +570,7 @@ class Series:
             sound = (name for name in taken if _NAN not in known[name].about)
             kept.update(
                 taken[:newest],
-                itertools.islice(sound, 1),
+                itertools.islice(sound, newest != 0),
                 retention.rank(taken, known)[: retention.best] if retention.best else (),
             )
         return kept
@@ -607,9 +607,9 @@ class Retention(NamedTuple):
 
 def _find_nan(checkpoint: Checkpoint) -> str | None:
     """Return the name of the first tensor with NaN of a model, among those that this rank writes; infinity may be a mask."""
+    prefix = "updater/model:" if any(name.startswith("updater/") for name in checkpoint.tensors) else ""
     for name, tensor in checkpoint.tensors.items():
-        is_of_model = name.startswith("updater/model:") or not name.startswith(("updater/", "extensions/"))
-        if is_of_model and tensor.dtype in _WITH_NAN and tensor.numel() and bool(tensor.amax().isnan()):
+        if name.startswith(prefix) and tensor.dtype in _WITH_NAN and tensor.numel() and bool(tensor.amax().isnan()):
             return name.partition("\0")[0]
     return None
 
