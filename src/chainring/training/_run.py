@@ -405,7 +405,6 @@ class Interruption:
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
         self._has_request = False  # for a snapshot, of which the other ranks do not know yet
         self._sigint_count = 0
-        self._has_told = False
         self._handlers: dict[int, Any] = {}  # by signal, the handlers that this one replaces
         self._pid = os.getpid()
 
@@ -441,10 +440,9 @@ class Interruption:
             self.needs_snapshot = self.needs_snapshot or not self.is_shared
         else:
             self._sigint_count += signum == signal.SIGINT
-            self.signum = self.signum or signum
+            is_first, self.signum = self.signum is None, self.signum or signum
             self.ends_run = self.ends_run or not self.is_shared
-            if self.signum == signum and not self._has_told and not self.is_nested and self._comm.world.is_main:
-                self._has_told = True  # not by print, in which this signal may have come
+            if is_first and not self.is_nested and self._comm.world.is_main:  # not by print, in which it may have come
                 again = ", Ctrl-C again ends it at once" if signum == signal.SIGINT else ""
                 text = f"{signal.Signals(signum).name}: the run ends after this iteration{again}\n"
                 with suppress(OSError):
