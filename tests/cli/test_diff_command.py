@@ -213,6 +213,7 @@ def test_a_run_that_was_killed_and_resumed_is_the_same(base, tmp_path, capsys):
     assert (status, found["same"], found["iterations"]) == (0, True, [24, 24])
 
 
+@pytest.mark.filterwarnings("ignore:.*running_mean is NaN in snapshot")  # of the forward of the update that is skipped
 @pytest.mark.parametrize("length", [30, 17])
 def test_a_run_that_went_back_to_a_snapshot_is_compared_by_what_it_has_kept(tmp_path, capsys, length):
     """After NaN in an update; also where the run was stopped in between, or is shorter."""
