@@ -247,8 +247,11 @@ def test_a_signal_is_told_on_a_line_of_its_own(tmp_path, columns, signal, bar):
     text, code = show_in_terminal(columns, ["-c", INTERRUPTED, str(tmp_path), signal, *bar], environment)
     screen = Screen(columns).feed(text)
     told = [line for line in screen.text() if line]
-    echo = ["^C"] if signal == "SIGINT" and not bar else []
-    assert told == [*echo, f"{signal} ends the run after iteration 5: its state is saved"]
+    again = ", Ctrl-C again ends it at once" if signal == "SIGINT" else ""
+    assert told == [
+        f"{signal}: the run ends after this iteration{again}",
+        f"{signal} ends the run after iteration 5: its state is saved",
+    ]
     assert screen.column == 0
     assert code == {"SIGINT": 130, "SIGTERM": 143}[signal]
     assert any("%|" in line for line in screen.drawn) == bool(bar)

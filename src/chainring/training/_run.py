@@ -374,6 +374,9 @@ class Interrupted(SystemExit):
         return f"the run was ended by {signal.Signals(int(str(self.code)) - 128).name}"
 
 
+_CLEAR_LINE = "\r\x1b[K"  # on which a terminal has echoed ^C, and a bar may be, which is drawn again below
+
+
 class Interruption:
     """While it is entered, the first of `END_SIGNALS` only sets `signum`; the second SIGINT raises KeyboardInterrupt.
 
@@ -446,7 +449,7 @@ class Interruption:
                 again = ", Ctrl-C again ends it at once" if signum == signal.SIGINT else ""
                 text = f"{signal.Signals(signum).name}: the run ends after this iteration{again}\n"
                 with suppress(OSError):
-                    os.write(2, text.encode())
+                    os.write(2, (_CLEAR_LINE * os.isatty(2) + text).encode())
         self.needs_answer = self.needs_answer or not self.is_shared
         handler = self._handlers.get(signum)
         if callable(handler) and handler is not signal.default_int_handler:
