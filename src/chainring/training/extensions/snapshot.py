@@ -38,6 +38,7 @@ from chainring.training._entry import Entry
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
+from chainring.training.triggers.base import TriggerLike
 from chainring.training.triggers.best_value import RankingTrigger, require_mode
 
 Filename = str | Callable[[Trainer], str]
@@ -105,7 +106,7 @@ class Snapshot(Extension):
         saved_iteration: that of the newest snapshot of the trainer that this run has completely written, or ``None``.
     """
 
-    trigger = (1, "epoch")
+    trigger: TriggerLike = (1, "epoch")
     priority = -100
     skip_on_resume = True
     is_snapshot = True
