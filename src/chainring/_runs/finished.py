@@ -221,6 +221,11 @@ class FinishedRun:
             warn(f"what is recorded is skipped: {error}")
             return None
 
+    def faults(self) -> list[str]:
+        """Return in words the faults of devices that are recorded, which audits have found."""
+        recorder = self.sound_recorder()
+        return [] if recorder is None else recorder.faults
+
     def is_speed(self, key: str) -> bool:
         """Return whether a value is a time, a speed, or a use of memory, which no two runs share."""
         return key == "elapsed_time" or key.split("/")[0] in self._names_of_speeds

@@ -12,7 +12,7 @@ from typing import Any
 from chainring._files import below_home, is_url
 from chainring._messages import list_names, printable
 from chainring._places.base import StoredFile
-from chainring._runs.finished import describe_file, describe_foreign_file, is_model, locate
+from chainring._runs.finished import FinishedRun, describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, show
 from chainring.serializers._safetensors import read_entries, verify_file
 from chainring.serializers._store import THINNED, CorruptError, NewerFormat, SavedSnapshot, Thinned
@@ -22,9 +22,10 @@ _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60
 _INSPECT = """
 Show what a snapshot holds: the iteration, the versions that wrote it, and
-each tensor with its dtype, shape and bytes. Only the manifest and the headers
-of the files are read, so a large snapshot takes no longer; `chainring verify`
-reads every byte.
+each tensor with its dtype, shape and bytes; and which devices of the run have
+computed wrong, if audits found any. Only the manifest and the headers of the
+files are read, so a large snapshot takes no longer; `chainring verify` reads
+every byte.
 
 examples:
   chainring inspect result                  the newest snapshot of a run
@@ -87,6 +88,7 @@ def _inspect(options: argparse.Namespace) -> None:
         "versions": versions if isinstance(versions, dict) else {},
         "code": code,
         "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about},
+        "faults": FinishedRun(saved.path.rpartition("/")[0] or ".").faults(),
         "bytes": sum(size for size, _ in manifest.files.values()),
         "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
         "tensors": [tensor for file in files for tensor in _tensors_of(file)],
@@ -102,6 +104,7 @@ def _inspect(options: argparse.Namespace) -> None:
         lines.append(f"also there: {list_names([other.name for other in others], 3)}")
     lines += [f"code: {code}; `chainring reproduce` makes the run again"] if code else []
     lines += [f"{note}: {text}" for note, text in about["notes"].items()]
+    lines += [f"found by an audit of the run: {fault}" for fault in about["faults"]]
     show(options, about, [*map(printable, lines), *_table(about["tensors"], about["bytes"])])
 
 

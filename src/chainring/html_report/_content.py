@@ -254,6 +254,7 @@ def _facts(run: Run) -> dict[str, str]:
         "rows": sum(log.count for log in run.logs),
         "starts": len(run.starts) - run.rollbacks,
         "rollbacks": run.rollbacks,
+        "faults": len(run.faults),
         "parameters": sum(model.count() for model in run.models),
         "snapshots": len(run.snapshots),
         "damaged": sum(snapshot.state == DAMAGED for snapshot in run.snapshots),

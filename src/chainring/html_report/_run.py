@@ -8,7 +8,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +48,7 @@ class Run:
     rank_seconds: RankSeconds | None = None
     graph: Graph | None = None
     notes: str = ""  # of a person
+    faults: Sequence[str] = ()  # of devices, which audits have found
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -106,7 +107,8 @@ def read_run(place: Place, *, verify: bool = True, number_of_runs: int = 1, file
     notes = [path.read_bytes()[:_MAX_NOTES] for path in map(source.file, _NOTES) if path is not None]
     text = "\n\n".join(note.decode("utf-8", "replace").strip() for note in notes)
     profile, rank_seconds = _read_profile(source), _read_rank_seconds(source)
-    return Run(source.name, record, error, logs, snapshots, profile, rank_seconds, _read_graph(source), text)
+    faults = source.faults() if number_of_runs == 1 else []
+    return Run(source.name, record, error, logs, snapshots, profile, rank_seconds, _read_graph(source), text, faults)
 
 
 def _read_object(source: FinishedRun, name: str) -> dict[str, Any]:

@@ -176,6 +176,11 @@ class Ledger:
         arrays = table["batch"], table["generators"], tuple(names), table["bits"], table["types"]
         return cls(path, iterations, *arrays, digests, note)
 
+    @property
+    def faults(self) -> list[str]:
+        """What audits have found, in words."""
+        return [name.removeprefix(MARK) for name in self.names if name.startswith(MARK)]
+
     def row(self, iteration: int) -> Row | None:
         """Return what is known of an iteration, ``None`` if it was not recorded."""
         index = int(np.searchsorted(self.iterations, iteration))

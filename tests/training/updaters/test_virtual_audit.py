@@ -1,5 +1,6 @@
 """Audits of virtual ranks in one process: what does not repeat, and settings that are refused."""
 
+import json
 import re
 import warnings
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from audits import COUNT, Net, OwnCore, iterator_of, train
-from chainring import report
+from chainring import html_report, report
 from chainring._runs.comparison import first_recorded_difference
 from chainring.cli import main
 from chainring.converters import concat_examples
@@ -50,7 +51,7 @@ def test_a_transient_fault_of_one_process_is_corrected_with_a_warning(tmp_path, 
 
 
 def test_what_was_found_is_in_the_recorder_and_is_no_difference(tmp_path, capsys):
-    """The row of the iteration names all that the warning does; rows, tensors and a replay of them are the same."""
+    """Its row names all that the warning does, and diff and the page show it; rows, tensors and a replay are the same."""
     for name, faults in (("right", ()), ("wrong", [("gradient", 0, ITERATION, ITERATION)])):
         train(None, tmp_path / name, *faults, audit=1)
     right, wrong = (Ledger.read(tmp_path / name / "recorder.bin") for name in ("right", "wrong"))
@@ -60,6 +61,21 @@ def test_what_was_found_is_in_the_recorder_and_is_no_difference(tmp_path, capsys
     assert first_recorded_difference(wrong, right, 0, 7, with_generators=True) == (7, None)
     assert main(["diff", str(tmp_path / "wrong"), str(tmp_path / "right")]) == 0
     assert mark in capsys.readouterr().out
+    html_report.write(tmp_path / "wrong")
+    page = (tmp_path / "wrong" / "report.html").read_text()
+    assert page.count("An audit has found that a device computed wrong: iteration 5, virtual rank 4") == 1
+
+
+def test_inspect_shows_what_audits_have_found(tmp_path, capsys):
+    """For the run, and for one of its snapshots; in JSON too."""
+    train(None, tmp_path, ("gradient", 0, ITERATION, ITERATION), audit=1, snapshots=6)
+    for path in (tmp_path, tmp_path / "snapshot_iter_6"):
+        assert main(["inspect", str(path)]) == 0
+        text = "found by an audit of the run: iteration 5, virtual rank 4, rank 0, host "
+        assert text in capsys.readouterr().out
+    assert main(["inspect", "--json", str(tmp_path)]) == 0
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert fault.endswith("device cpu, tensor main.last.weight")
 
 
 @pytest.mark.parametrize("number", range(COUNT))
