@@ -53,10 +53,12 @@ def test_of_three_ranks_the_wrong_one_is_named_and_its_gradient_replaced(tmp_pat
     assert (1 in named, len(named)) == (True, 2)  # the rank that has it, and its auditor
 
 
-def test_an_iterator_around_another_that_does_not_tell_it_of_audits_ends_the_run_before_a_step(tmp_path):
-    """The rank that audits takes other rows for those that it lacks."""
-    for of_rank in on_ranks(2, train_all, tmp_path, [of(audit=1, kind="around")]):
-        assert "in iteration 1 two computations of virtual rank 0 differ" in of_rank[0][2]
+@pytest.mark.parametrize("audit", [1, 3])
+def test_an_iterator_around_another_that_does_not_tell_it_of_audits_is_refused(tmp_path, audit):
+    """By name, with what to write, and not taken for a device that computes wrong; also where numbers of rows look right."""
+    for of_rank in on_ranks(2, train_all, tmp_path, [of(audit=audit, kind="around")]):
+        assert "iterator 'main' (Around) has returned [16, 16] rows" in of_rank[0][2]
+        assert "writes inner.deal, inner.audits = self.deal, self.audits" in of_rank[0][2]
 
 
 def test_of_two_ranks_a_transient_fault_is_corrected(tmp_path):
