@@ -20,12 +20,13 @@ import launched
 import lost
 import mishaps
 import resumes
+import slow
 import stores
 from worlds import Bench
 
 import tries
 
-PARTS = (agreement, resumes, stores, mishaps, elastic, launched, lost, bits, corruption)
+PARTS = (agreement, resumes, stores, mishaps, elastic, launched, lost, bits, corruption, slow)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))

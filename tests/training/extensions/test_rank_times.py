@@ -17,52 +17,7 @@ from chainring.datasets import TupleDataset
 from chainring.iterators import LoaderIterator, SerialIterator
 from chainring.training import StandardUpdater, Trainer, extensions
 from rank_pair import on_ranks, on_two_ranks
-
-
-def spend(milliseconds):
-    until = time.perf_counter() + milliseconds / 1000
-    while time.perf_counter() < until:
-        pass
-
-
-class Data(TupleDataset):
-    def __init__(self, milliseconds, *arrays):
-        super().__init__(*arrays)
-        self.milliseconds = milliseconds
-
-    def __getitem__(self, index):
-        spend(self.milliseconds)
-        return super().__getitem__(index)
-
-
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, milliseconds):
-        ctx.milliseconds = milliseconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        spend(ctx.milliseconds)
-        return gradient, None
-
-
-class Model(nn.Module):
-    def __init__(self, forward, backward):
-        super().__init__()
-        self.layer, self.spent = nn.Linear(3, 1), (forward, backward)
-
-    def forward(self, x):
-        spend(self.spent[0])
-        return Backward.apply(self.layer(x).square().mean(), self.spent[1])
-
-
-class Steps(torch.optim.SGD):
-    milliseconds = 0
-
-    def step(self, closure=None):
-        spend(self.milliseconds)
-        return super().step(closure)
+from slow_stages import Data, Model, Steps, spin
 
 
 class TwoSteps(StandardUpdater):
@@ -78,20 +33,19 @@ def train(comm, out, slow, virtual_ranks=None, everywhere=2, kind=None):
     if slow is not None and comm.rank == slow[0]:
         times[slow[1]] = 150
     torch.manual_seed(0)
-    model = Model(times["forward"], times["backward"])
+    model = Model(times)
     model.register_buffer("mean", torch.zeros(1))
     if kind == "DDP":
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = Steps(model.parameters(), 0.01)
-    optimizer.milliseconds = times["step"]
-    data = Data(times["data"] / 4, torch.randn(32, 3))
+    optimizer = Steps(model.parameters(), times)
+    data = Data(times, torch.randn(32, 3))
     iterator = SerialIterator(data, 4 * comm.size)
     if kind == "a share by the loader":
         iterator = LoaderIterator(DataLoader(data, 4, sampler=range(comm.rank, 32, comm.size)), per_rank=True)
     cls = TwoSteps if kind == "two steps" else StandardUpdater
     updater = cls(iterator, optimizer, model, comm=comm, virtual_ranks=virtual_ranks)
     trainer = Trainer(updater, (8, "iteration"), out=str(out))
-    trainer.extend(lambda trainer: spend(times["other"]), name="mine", trigger=(1, "iteration"))
+    trainer.extend(lambda trainer: spin(times["other"]), name="mine", trigger=(1, "iteration"))
     rank_times = extensions.RankTimes(trigger=(4, "iteration"))
     trainer.extend(rank_times)
     if kind == "gathered":
@@ -145,7 +99,7 @@ def test_a_model_that_exchanges_amid_its_work_is_warned_about(tmp_path):
 def shard(comm, out):
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(Model(0, 0))
+    model = fully_shard(Model(dict.fromkeys(("forward", "backward"), 0)))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     updater = StandardUpdater(SerialIterator(TupleDataset(torch.randn(8, 3)), 4), optimizer, model, comm=comm)
     trainer = Trainer(updater, (1, "iteration"), out=str(out))
