@@ -124,13 +124,21 @@ MIGRATION = CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/nu
 migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer, pytorch-pfn-extras and Keras
 	$(MIGRATION) --numprocesses 2 tests/migration
 
+# Loaders with states of their own, and what they import.
+LOADERS := absl-py array_record cloudpickle etils fsspec grain importlib_resources portpicker protobuf zipp \
+	lightning-utilities litdata tifffile catalogue mosaicml-streaming python-snappy cramjam Brotli xxhash zstd \
+	attrs bracex braceexpand click deprecation ebmlite av filetype jsonschema jsonschema-specifications lark megatron-energon \
+	mfusepy multi-storage-client opentelemetry-api python-dateutil rapidyaml referencing rpds-py s3fs soundfile tzlocal \
+	wcmatch webdataset xattr
+
 # Some of these would bring another torch, and others change what transformers finds: without what they depend on, and apart.
 $(VENV)/.libraries: $(VENV)/.installed constraints.txt
 	$(BIN)/python -m venv $(VENV)/libraries
 	echo 'import site; site.addsitedir("'$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')'")' \
 	  > $$($(VENV)/libraries/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/installed.pth
 	$(PIP:$(BIN)/python=$(VENV)/libraries/bin/python) --no-deps \
-	  bitsandbytes pandas peft pytorch_optimizer schedulefree timm torch_geometric torchao torchvision
+	  bitsandbytes pandas peft pytorch_optimizer schedulefree timm torch_geometric torchao torchvision \
+	  $(LOADERS)
 	touch $@
 
 LIBRARIES = $(VENV)/libraries/bin/python -m pytest --numprocesses 2 tests/libraries

@@ -92,9 +92,13 @@ class Epochs:
 
     def tell(self, epoch: int) -> None:
         if self._told is None or Epochs._last is not self._told or epoch != self._told[0]:
-            Epochs._last = self._told = [epoch]  # a new list, which is its own
+            self.know(epoch)
             for member in self.members:
                 member.set_epoch(epoch)
+
+    def know(self, epoch: int) -> None:
+        """Count an epoch as told, of which the members know by themselves."""
+        Epochs._last = self._told = [epoch]  # a new list, which is its own
 
 
 def generators_of(members: Iterable[Any]) -> list[Any]:
@@ -119,8 +123,14 @@ def sampler_gap(loader: Any) -> str | None:
     return f"the position of its {type(inner).__name__}"
 
 
-def is_defined_in(value: Any, package: str) -> bool:
-    """Return whether a function, or the class of an object, was defined in a package."""
+def is_streamed(dataset: Any) -> bool:
+    """Return whether it is a dataset of MosaicML Streaming or litData, without code of the user's in it."""
+    is_theirs = type(dataset).__name__ == "StreamingDataset" and is_defined_in(dataset, ("streaming.", "litdata."))
+    return is_theirs and not any(getattr(dataset, name, None) for name in _TRANSFORMS)
+
+
+def is_defined_in(value: Any, package: str | tuple[str, ...]) -> bool:
+    """Return whether a function, or the class of an object, was defined in a package, or in one of several."""
     return str(getattr(value, "__module__", "") or "").startswith(package)
 
 

@@ -33,9 +33,10 @@ from chainring._random import (
 from chainring.datasets._batches import COLUMNS, Batch, Layout, make_batch
 from chainring.iterators import _order
 from chainring.iterators._order import is_defined_in
+from chainring.iterators._states import at_start, counts_elsewhere, split_start, state_methods
 from chainring.iterators._workers import END_SIGNALS, exit_with_parent
 from chainring.iterators.base import not_the_end
-from chainring.serializers.protocol import has_state
+from chainring.serializers._values import copy_value, is_same_value
 
 
 class Source:
@@ -57,6 +58,7 @@ class Source:
     inexactness: str | None = None
 
     n_workers = 0
+    is_spent = False  # it gives a single pass, which was begun
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -64,6 +66,10 @@ class Source:
         _order.refuse_labels(self._members)
         self.is_single_pass = hasattr(loader, "__next__")
         self.may_draw = type(loader) not in (list, tuple)
+        if counts_elsewhere(getattr(loader, "dataset", loader)) and state_methods(loader) is None:
+            self.inexactness = (
+                "the position in a dataset of Streaming is counted by a streaming.StreamingDataLoader alone; use that"
+            )
         self.layout: Layout = COLUMNS if getattr(loader, "collate_fn", None) is default_collate else {}
 
     @property
@@ -126,16 +132,21 @@ class TorchLoader(Source):
         super().__init__(loader)
         self.n_workers = loader.num_workers
         dataset: Any = getattr(loader, "dataset", None)
-        self._dataset = source_of(dataset)
+        is_plain = isinstance(dataset, IterableDataset) and not hasattr(dataset, "_ex_iterable")
+        self._dataset = Source(dataset) if is_plain else source_of(dataset)  # litData's has num_workers too
         # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
         self._samplers_draw = not all(is_defined_in(sampler, "torch.utils.data") for sampler in self.samplers)
         self.may_draw = not self.n_workers or self._samplers_draw
         self.has_end = self._dataset.has_end
-        self.state_gap, self.inexactness = self._dataset.state_gap or _order.sampler_gap(loader), self._dataset.inexactness
+        self.state_gap = self._dataset.state_gap or _order.sampler_gap(loader)
+        self.inexactness = self.inexactness or self._dataset.inexactness
         if self.n_workers:
             is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
-            has_no_code = is_table or type(dataset) in (TensorDataset, list, tuple)
-            if not has_no_code or not is_defined_in(getattr(loader, "collate_fn", None), "torch.utils.data"):
+            has_no_code = is_table or type(dataset) in (TensorDataset, list, tuple) or _order.is_streamed(dataset)
+            collate, methods = getattr(loader, "collate_fn", None), state_methods(loader)
+            collate = getattr(collate, "collate_fn", collate)  # that in litData's
+            calls_code = not has_no_code or not is_defined_in(collate, ("torch.utils.data", "litdata."))
+            if calls_code and not (methods is not None and methods.holds_generators):
                 self.state_gap = "the random generators of its workers"
             if not getattr(loader, "in_order", True) and self.inexactness is None:
                 self.inexactness = "with in_order=False batches come in the order in which the workers finish; leave it True"
@@ -286,22 +297,41 @@ class Passes:
 
     def __init__(self, source: Source, owner: Any) -> None:  # a LoaderIterator
         self.source, self._owner = source, owner
-        self._state_lacks = "the last batch of a rank whose share has ended" if owner.per_rank else None
-        if self._state_lacks is None and has_state(source.loader):
-            self._state_lacks = source.state_gap
-        # True if a pass is taken up again by the source's own state, and nothing is fetched again.
-        self.uses_state = has_state(source.loader) and self._state_lacks is None
+        self._state = state_methods(source.loader)  # or of the iterator over it, once a pass has begun
+        self._other_state: Any = None  # of the beginning of this pass if it is fetched again, or after its first batch
         self.length = source.length  # of this pass in batches, if it is known
         self.is_length_wrong = False  # a pass has had another number of batches
         self.seed: int | None = None
         self.has_ended = False  # there is no other pass
         self._pass: PythonIterator[Any] | None = None
-        self._is_spent = False  # a source of a single pass was begun
         self._last_batch: Batch | None = None  # of this rank in the pass, where each has its own share
         self._releases: list[Callable[[], Any]] = []  # to be called when the pass ends
         self.initial_generators = source.get_generators()
+        self._is_at_end = False  # of a pass whose state was loaded, or at the beginning of the next
         self._resumed_generators: dict[str, Any] = {}  # for the end of `_open`, which may draw from them
         self.position = Position(0, 0, self.initial_generators)  # behind the batch fetched last
+
+    @property
+    def _state_lacks(self) -> str | None:
+        if self._owner.per_rank:
+            return "the last batch of a rank whose share has ended"
+        return None if self._state is None else self.source.state_gap
+
+    @property
+    def uses_state(self) -> bool:
+        """True if a pass is taken up again by the own state of the source, and nothing is fetched again."""
+        return self._state is not None and self._state_lacks is None
+
+    @property
+    def _fetches_again(self) -> bool:
+        """True if the state of the source is of use between passes alone."""
+        is_of_source = self._state is not None and self._state.owner is self.source.loader
+        return is_of_source and self._is_checked and self._state_lacks is not None
+
+    @property
+    def _is_checked(self) -> bool:
+        """True if it has a state of which it is not known whether it holds the position."""
+        return self._state is not None and not is_defined_in(self.source.loader, ("torchdata.", "datasets.", "grain."))
 
     @property
     def is_open(self) -> bool:
@@ -324,16 +354,25 @@ class Passes:
         if not owner.repeat:
             self._releases.append(partial(self.source.set_generators, self.source.get_generators()))
             self.source.set_generators(self.initial_generators)
+        if self._fetches_again and self._other_state is None:
+            self._other_state = self._get_state()
         self.source.set_epoch(self.position.passes)
         self._open(self.position.passes)
 
-    def _open(self, number: int) -> None:
-        generators = self.source.get_generators()
+    def _open(self, number: int, state: Any = None) -> None:
+        """Begin a pass; with a state, that of the iterator over the source, go on where it stood."""
+        generators, loader = self.source.get_generators(), self.source.loader
         with self._seeded(number, -1):
             self._pass = self.source.begin(self._releases)
+            if self._state is None or self._state.owner is not loader:
+                self._state = state_methods(self._pass)
+            if state is not None and self._state is not None:
+                self._state.set(state)
+        if not self._fetches_again:
+            self._other_state = None
         self.source.set_generators(self._resumed_generators)
         self._resumed_generators = {}
-        self._is_spent = self.source.is_single_pass
+        self.source.is_spent = self.source.is_single_pass
         self._last_batch = None
         if not self.has_shares:  # of which the longest counts
             self.is_length_wrong = self.is_length_wrong or (number > 0 and self.length != self.source.length)
@@ -343,6 +382,7 @@ class Passes:
     def end(self) -> None:
         self.close()
         self.has_ended = not self._owner.repeat or self.source.is_single_pass
+        self._other_state = self._get_state() if self._fetches_again else None
         self.position = Position(self.position.passes, 0, self.source.get_generators())
 
     def close(self) -> None:
@@ -355,7 +395,14 @@ class Passes:
 
     def take(self) -> Batch:
         """Return the next batch of the pass, or raise ``StopIteration`` at its end."""
-        batch = self._take_together() if self.has_shares else self._fetch()
+        was_at_end = self._is_at_end
+        try:
+            batch = self._take_together() if self.has_shares else self._fetch()
+        finally:
+            self._is_at_end = False
+        if was_at_end:  # so that it has gone on with the next pass by itself
+            self.source.epochs.know(self.position.passes)
+            self.position = Position(self.position.passes + 1, 0, self.source.get_generators())
         comm, per_rank = self._owner.comm, self._owner.per_rank
         if self.position.taken == 0 and comm is not None and (not per_rank or comm.world.size > comm.size):
             sums = comm.world.gather_object((comm.rank, digest(*[content for _, content in _order.contents(batch)])))
@@ -373,7 +420,11 @@ class Passes:
                     f"({kind}) gives them different ones: cut its data by the rank of the communicator, "
                     "which is that of the data, and seed what it draws alike on all ranks"
                 )
-        self.position = Position(self.position.passes, self.position.taken + 1, self.position.generators)
+        passes, taken, generators = self.position[:3]
+        start = self.loader_state() if self._fetches_again else None
+        self.position = Position(passes, taken + 1, generators, start)
+        if taken == 0 and self._is_checked and self.uses_state:
+            self._other_state = self._get_state()
         return batch
 
     def _take_together(self) -> Batch:
@@ -406,7 +457,8 @@ class Passes:
         assert self._pass is not None
         if self.source.epochs.members:
             self.source.epochs.tell(self.position.passes - 1)
-        seeded = self._seeded(self.position.passes - 1, self.position.taken) if self.source.may_draw else nullcontext()
+        passes, taken = (self.position.passes, 0) if self._is_at_end else (self.position.passes - 1, self.position.taken)
+        seeded = self._seeded(passes, taken) if self.source.may_draw else nullcontext()
         with seeded:
             try:
                 item = next(self._pass)
@@ -418,6 +470,17 @@ class Passes:
         if type(item) is _Collated:
             item, examples = item
         return make_batch(item, examples, source.layout, getattr(source.loader, "batch_size", None))
+
+    def _fetch_first(self) -> Batch:
+        """Return the first batch of a pass from the state of its beginning, which may be the end of the one before."""
+        passes, _, generators, *_ = self.position
+        try:
+            return self._fetch()
+        except StopIteration:
+            self.close()
+            self.position = Position(passes - 1, 0, generators)
+            self.begin()
+            return self._fetch()
 
     @contextmanager
     def _seeded(self, *keys: int) -> Generator[None]:
@@ -435,7 +498,7 @@ class Passes:
 
     def restart(self, passes: int, generators: dict[str, Any] | None) -> None:
         """Let pass number ``passes`` be the next, with the source's own generators in these states, if they are given."""
-        if self._is_spent:
+        if self.source.is_spent:
             raise ValueError(
                 f"the loader of iterator {self._owner.name!r} ({type(self.source.loader).__name__}) gives one pass, which "
                 "was begun, and cannot start again: pass a function that returns a new iterable"
@@ -454,50 +517,78 @@ class Passes:
         return Position(passes, taken, generators, state, self.source.get_generators())  # after the state, which may draw
 
     def loader_state(self) -> Any:
-        """Return the source's own state, if it is used."""
+        """Return the state of the source or of the iterator over it; of the beginning of a pass that is fetched again."""
         has_begun = self._pass is not None or self.position.taken > 0
-        starts_workers = not has_begun and getattr(self.source.loader, "num_workers", 0) > 0
-        if not self.uses_state or starts_workers:
+        if self._fetches_again:
+            if self._other_state is None and not has_begun:
+                self._other_state = self._get_state()
+            return None if self._other_state is None else at_start(self._other_state)
+        starts_workers = not has_begun and not self._is_checked and getattr(self.source.loader, "num_workers", 0) > 0
+        if self._state is None or not self.uses_state or starts_workers:
             return None
-        with self._seeded(self.position.passes, -1):  # some begin a pass for it
-            return self.source.loader.state_dict()
+        if self._state.owner is not self.source.loader and self._pass is None:
+            return None
+        state = self._get_state()
+        if self.position.taken > 1 and self._other_state is not None and is_same_value(state, self._other_state):
+            return at_start(state)  # it does not tell the position
+        return state
 
-    def resume(self, saved: Position, workers: int, marks: _order.Marks | None) -> None:
+    def _get_state(self) -> Any:
+        assert self._state is not None
+        with self._seeded(self.position.passes, -1):  # some begin a pass for it
+            return copy_value(self._state.get())
+
+    def resume(self, saved: Position, workers: int, marks: _order.Marks | None, *, is_at_end: bool) -> None:
         """Go to a saved position: by the source's own state, or by fetching the batches of the pass again.
 
         The pass ends with as many workers as it began with; ``marks`` are those of its last batch.
         """
         passes, taken, generators, state, current_generators = saved
         self.close()
+        state, is_of_start = split_start(state)
         if self.source.n_workers != workers:
             if taken:
                 self.source.workers_of_pass = workers
-                self.uses_state = self.uses_state and state is not None
+                if state is None:
+                    self.source.state_gap = "the workers with which this pass began"
             elif self.source.n_examples is not None:
                 state = None  # which tells of workers that the next pass does not have
-        if state is not None and self.uses_state:
+        is_of_pass = self._state is None or self._state.owner is not self.source.loader
+        if state is not None and not is_of_start and (self.uses_state or is_of_pass):
             # A loader restores its position with other draws than in the saved run (torchdata's draws no seed for its
             # workers), and the next pass would be another one.
             self._resumed_generators = current_generators or {} if self._owner.repeat else {}
             if taken:
                 self.source.set_epoch(passes - 1)
-            with preserve_host_rng():
-                self.source.loader.load_state_dict(state)
+            if not is_of_pass:
+                self._set_state(state)
             if taken:
-                self._open(passes - 1)
-            self.position = Position(passes, taken, generators)
-            return
+                self._open(passes - 1, state if is_of_pass else None)
+            if self._state is not None:
+                self.position, self._is_at_end = Position(passes, taken, generators), is_at_end
+                return
+            self.close()  # the iterator over this loader has no state
+        elif is_of_start and not is_of_pass:
+            self._set_state(state)
         if self._owner.repeat or not taken:
             self.source.set_generators(generators)
+        self._other_state = state if is_of_start else None
         self.position = Position(passes - (taken > 0), 0, generators)
         if taken:
-            self._fetch_again(taken, marks)
+            self._fetch_again(taken, marks, is_of_start)
 
-    def _fetch_again(self, taken: int, marks: _order.Marks | None) -> None:
+    def _set_state(self, state: Any) -> None:
+        assert self._state is not None
+        with preserve_host_rng():
+            self._state.set(state)
+
+    def _fetch_again(self, taken: int, marks: _order.Marks | None, from_state: bool) -> None:
         """Begin the pass again and skip the batches that the saved run had taken; the last one must be the same."""
         kind, name = type(self.source.loader).__name__, self._owner.name
         if type(self.source.loader) not in (list, tuple):
             lacks = self._state_lacks
+            if lacks is None and from_state:
+                lacks = "its position: it is the same after a batch and after several"
             why = f"{kind} has no state_dict" if lacks is None else f"the state of {kind} lacks {lacks}"
             warn(
                 f"iterator {name!r} fetches {taken} batches again and skips them, to resume in the middle of an "
@@ -507,7 +598,7 @@ class Passes:
         batch = None
         for skipped in range(taken):
             try:
-                batch = self._fetch()
+                batch = self._fetch_first() if from_state and skipped == 0 else self._fetch()
                 self._last_batch = batch if self.has_shares else None
             except StopIteration:
                 if self._last_batch is None:  # otherwise other ranks had one; they are not asked
@@ -515,7 +606,10 @@ class Passes:
                         f"the saved run had taken {taken} batches of this pass, and the loader of iterator {name!r} "
                         f"gives only {skipped}: resume with the same data and batch size"
                     ) from None
-            self.position = Position(self.position.passes, skipped + 1, self.position.generators)
+            start = self.loader_state() if self._fetches_again else None
+            self.position = Position(self.position.passes, skipped + 1, self.position.generators, start)
+        if from_state and not self._fetches_again:
+            self._other_state = self._get_state()  # which the next to be saved will be compared with
         if marks is None or batch is None or (difference := _order.find_difference(marks, _order.marks_of(batch))) is None:
             return
         if difference == "numbers":

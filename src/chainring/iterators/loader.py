@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from chainring._checks import is_integer
 from chainring._messages import warn
 from chainring._random import digest
-from chainring.iterators._order import Marks, contents, marks_of
+from chainring.iterators._order import Marks, contents, find_difference, marks_of
 from chainring.iterators._passes import Passes, Position, source_of
 from chainring.iterators.base import Batch, Iterator, counters_of
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional, visit_setting
@@ -47,7 +48,8 @@ class LoaderIterator(Iterator):
     the seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch. Worker processes start and end with
     each pass, also those of ``persistent_workers=True``, so that the seed and the pass determine their generators.
 
-    A run resumes in the middle of an epoch through the loader's own ``state_dict`` if there is one and it is complete;
+    A run resumes in the middle of an epoch through the loader's own state if there is one and it is complete: by
+    ``state_dict``, by ``get_state`` of its iterators, as Grain's, or by ``save_state_rank``, as Megatron Energon's;
     otherwise the batches are fetched again and skipped, with a warning that gives their number. It is incomplete with a
     shuffle buffer of a Hugging Face stream, or with worker processes in which datasets or ``collate_fn`` may draw random
     numbers. The constructor warns of loaders that cannot be resumed bit for bit at all: with ``in_order=False``, or a
@@ -112,9 +114,7 @@ class LoaderIterator(Iterator):
             )
         if repeat and source.inexactness is not None:
             warn(f"a run over this {type(loader).__name__} cannot be resumed bit for bit: {source.inexactness}")
-        # A pass is left after epoch_length batches, unless it has a state and is resumed without fetching anything again.
-        may_have_no_end = source.length is None and not source.is_single_pass and not source.has_end
-        self._is_endless = epoch_length is not None and may_have_no_end and not self._passes.uses_state
+        self._may_have_no_end = source.length is None and not source.is_single_pass and not source.has_end
         self._epoch_position = 0
         self._returned = self._passes.position  # behind the batch last returned
         self._last: Batch | None = None  # the batch last returned, for a snapshot
@@ -122,6 +122,11 @@ class LoaderIterator(Iterator):
         self._pending: list[_Fetched] = []  # batches that were fetched and are not returned yet
         self._error: Exception | None = None  # that came when reading ahead; raised when it is its turn
         self._since_mark: list[_Fetched] | None = None  # batches returned since the last `mark`
+
+    @property
+    def _is_endless(self) -> bool:
+        """True if a pass is left after epoch_length batches: it has no state by which it is taken up at any of them."""
+        return self.epoch_length is not None and self._may_have_no_end and not self._passes.uses_state
 
     @property
     def _epoch_size(self) -> int | None:
@@ -333,7 +338,8 @@ class LoaderIterator(Iterator):
         passes.close()
         if self.per_rank:
             rank = str(serializer.comm.rank) if len(position.generators) > 1 else "0"  # one in memory is the rank's own
-            position = Position(*position[:2], position.generators.get(rank, {}), *position[3:])
+            loader = position.loader_state and position.loader_state.get(rank)
+            position = Position(*position[:2], position.generators.get(rank, {}), loader, *position[4:])
             marks = {"0": marks.get(rank)}
         passes.position = self._returned = position
         passes.has_ended = has_ended
@@ -363,10 +369,12 @@ class LoaderIterator(Iterator):
             ranks = max(comm.size, self.size) if self.per_rank else 0
             saved = _Saved(position, ranks, self._sizes(), source.n_workers, marks)
         if self.per_rank:
-            states = comm.gather_object((saved.position.generators, saved.marks["0"]))
-            generators = {str(rank): state for rank, (state, _) in enumerate(states)}
-            marks = {str(rank): mark for rank, (_, mark) in enumerate(states)}
-            position = Position(*saved.position[:2], generators, *saved.position[3:])
+            states = comm.gather_object((saved.position.generators, saved.marks["0"], saved.position.loader_state))
+            generators, marks, loader = (
+                {str(rank): item for rank, item in enumerate(items)} for items in zip(*states, strict=True)
+            )
+            begins_anew = all(state is None for state in loader.values())
+            position = Position(*saved.position[:2], generators, None if begins_anew else loader, *saved.position[4:])
             saved = _Saved(position, *saved[1:4], marks)
         return saved
 
@@ -403,7 +411,28 @@ class LoaderIterator(Iterator):
                 f"iterator {self.name!r} was saved by {ranks} ranks, each in the middle of its own share, and there "
                 f"are {self.size}: resume with as many, or from a snapshot of the end of an epoch"
             )
-        self._passes.resume(position, workers, marks.get("0"))
+        passes = self._passes
+        is_last = position.taken == passes.length and not passes.is_length_wrong
+        ends_epoch = self.epoch_length is None and self._epoch_position == 0
+        passes.resume(position, workers, marks.get("0"), is_at_end=position.taken > 0 and (is_last or ends_epoch))
+
+
+def check_state(iterator: LoaderIterator) -> None:
+    """Refuse a loader whose own state does not lead to the next three batches, as a rehearsal asks; they are taken."""
+    if not iterator._passes.uses_state:
+        return
+    saved, batches = iterator.state_dict(), [marks_of(batch) for batch in islice(iterator, 3)]
+    iterator.load_state_dict(saved)
+    again = [marks_of(batch) for batch in islice(iterator, 3)]
+    same = [find_difference(*marks) is None for marks in zip(batches, again, strict=False)]
+    if len(again) != len(batches) or not all(same):
+        number = (same.index(False) if not all(same) else len(same)) + 1
+        raise ValueError(
+            f"the loader of iterator {iterator.name!r} ({type(iterator.loader).__name__}) was given its own state back and "
+            f"does not go on as it did: batch {number} after it is another one, as it would be in a run that is resumed. "
+            "Let its state hold its whole position, or hide it, so that batches are fetched again and skipped: "
+            "LoaderIterator(lambda: loader)"
+        )
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:

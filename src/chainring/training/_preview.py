@@ -19,6 +19,7 @@ from chainring import _random
 from chainring._messages import info, warn
 from chainring._progress import Trainer
 from chainring.iterators.base import find_main_iterator
+from chainring.iterators.loader import LoaderIterator, check_state
 from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
@@ -158,6 +159,9 @@ def rehearse(trainer: Trainer, carried: Carried) -> None:
                 reported.update(trainer.observation)
                 with memory.kept():
                     seen.append(_unsaved.attributes_of(trainer))
+            for iterator in trainer.updater.get_all_iterators().values():
+                if isinstance(iterator, LoaderIterator):
+                    check_state(iterator)
         except StopIteration:
             raise RuntimeError("the data ran out before 2 updates, so there is nothing to rehearse") from None
         if problem := trainer.comm.broadcast_object(_find_unknown_keys(trainer, reported)):

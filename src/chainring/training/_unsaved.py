@@ -36,7 +36,7 @@ from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring._random import generator_state, is_generator
 from chainring.iterators._order import generators_of, members_of
-from chainring.serializers.protocol import has_state
+from chainring.iterators._states import state_methods
 
 Attributes = dict[str, str]
 """By path, such as ``updater.model:main.encoder.counter``, the text of what is there."""
@@ -285,7 +285,7 @@ class _Walk:
             return
         elif origin == "user" and (text := _text_of_builtin(value)) is not None:
             self._record(path, *text)
-        elif not (origin == "foreign" and path.startswith("updater.iterator:") and has_state(value)):
+        elif not (path.startswith("updater.iterator:") and _is_put_back_later(path, value, origin)):
             if isinstance(value, _CONTAINERS) and origin != "library" and not _is_named(_TIMES, path):
                 self._record(f"{path}, length", str(len(value)), _CACHE if _collects(path, value) else origin)
             for child_path, child, child_origin in self._references(path, value, depth, origin):
@@ -381,6 +381,15 @@ class _Walk:
                     yield f"{path}.{name}", item, "user"
             for name, child in value._modules.items():
                 yield f"{path}.{name}", child, "user"
+
+
+def _is_put_back_later(path: str, value: Any, origin: str) -> bool:
+    """Return whether it is a loader, or a pass over one, that its own state puts back with its next batch.
+
+    `check_state` has tried it.
+    """
+    is_taken = origin == "foreign" or path.endswith(".loader") or "._passes._state" in path
+    return is_taken and state_methods(value) is not None
 
 
 def _of_method(path: str, method: FunctionType) -> Iterator[tuple[str, Any, str]]:

@@ -1,0 +1,413 @@
+"""LoaderIterator: states of other protocols, and states that do not hold what they should."""
+
+import warnings
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from chainring import serializers
+from chainring.iterators import LoaderIterator
+from chainring.training import StandardUpdater, Trainer
+
+LENGTH = 4
+
+
+class Steps:
+    """An iterator that knows where it is, as Grain's do."""
+
+    def __init__(self, length=LENGTH):
+        self.length, self.at = length, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.length:
+            raise StopIteration
+        self.at += 1
+        return torch.full((2,), float(self.at))
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+class WithSteps:
+    """A loader that has no state, over which iterators have one."""
+
+    def __init__(self, steps=Steps, length=LENGTH):
+        self.steps, self.length = steps, length
+
+    def __iter__(self):
+        return self.steps(self.length)
+
+
+class InBytes(Steps):
+    """Whose state is no mapping."""
+
+    def get_state(self):
+        return str(self.at).encode()
+
+    def set_state(self, state):
+        self.at = int(state)
+
+
+class InAList(Steps):
+    def get_state(self):
+        return [self.at, np.arange(self.at)]
+
+    def set_state(self, state):
+        self.at = state[0]
+        assert len(state[1]) == self.at
+
+
+@dataclass
+class Rank:
+    workers: list[Any]
+    next_worker: int
+
+
+class Flexible(dict):
+    pass
+
+
+class ByRank(WithSteps):
+    """A loader with Megatron Energon's pair, whose state has dataclasses and a subclass of dict; it begins where it was."""
+
+    def __init__(self, length=LENGTH):
+        super().__init__(length=length)
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < self.length:
+            self.at += 1
+            yield torch.full((2,), float(self.at))
+        self.at = 0
+
+    def save_state_rank(self):
+        return Rank([Flexible(at=self.at, generator=(3, torch.arange(2)))], 1)
+
+    def restore_state_rank(self, state):
+        assert [type(state), type(state.workers[0]), type(state.workers[0]["generator"])] == [Rank, Flexible, tuple]
+        self.at = state.workers[0]["at"]
+
+
+class Live(ByRank):
+    """Whose state is what it goes on to change."""
+
+    def __init__(self, length=LENGTH):
+        super().__init__(length)
+        self.state = {"at": 0}
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.state["at"] = self.at
+            yield batch
+
+    save_state_rank = restore_state_rank = None
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+        self.at = state["at"]
+
+
+class NextPass(ByRank):
+    """Which goes on, at the end of a pass, with the next at once, as litData's loader does; each has its own batches."""
+
+    def __init__(self, length=LENGTH):
+        super().__init__(length)
+        self.epoch = 0
+
+    def __iter__(self):
+        if self.at == self.length:
+            self.at, self.epoch = 0, self.epoch + 1
+        while self.at < self.length:
+            self.at += 1
+            yield torch.full((2,), float(self.at + 10 * self.epoch))
+
+    save_state_rank = restore_state_rank = None
+
+    def __len__(self):
+        return self.length
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+class EmptyFirst(NextPass):
+    """Which gives nothing when it begins at the end of a pass, as MosaicML Streaming's does."""
+
+    is_loaded = False
+
+    def __iter__(self):
+        if self.at == self.length and not self.is_loaded:
+            self.at, self.epoch = 0, self.epoch + 1
+        self.is_loaded = False
+        while self.at < self.length:
+            self.at += 1
+            yield torch.full((2,), float(self.at + 10 * self.epoch))
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.is_loaded = True
+
+
+def firsts(iterator, number):
+    return [next(iterator).columns[0].item() for _ in range(number)]
+
+
+def assert_resumes(make, path, number=10):
+    """Within a pass, at its end and in the next, from disk, and in the same object; nothing is fetched again."""
+    whole = firsts(make(), number)
+    for cut in (0, 1, 3, 4, 5, 8)[:number]:
+        firsts(iterator := make(), cut)
+        serializers.save(path / f"{cut}", iterator)
+        state = iterator.state_dict()
+        assert firsts(iterator, number - cut) == whole[cut:]
+        serializers.load(path / f"{cut}", again := make())
+        assert firsts(again, number - cut) == whole[cut:]
+        iterator.load_state_dict(state)
+        assert firsts(iterator, number - cut) == whole[cut:]
+
+
+EXACT = {
+    "get_state": WithSteps,
+    "bytes": lambda: WithSteps(InBytes),
+    "a list": lambda: WithSteps(InAList),
+    "of what a function returns": lambda: lambda: Steps(),
+    "save_state_rank": ByRank,
+    "live": Live,
+    "next pass": NextPass,
+    "empty pass": EmptyFirst,
+}
+
+
+@pytest.mark.parametrize("epoch_length", [None, 3])
+@pytest.mark.parametrize("source", EXACT.values(), ids=EXACT)
+def test_a_state_of_any_protocol_is_exact_and_nothing_is_fetched_again(tmp_path, source, epoch_length):
+    """Which would be a warning, and an error here."""
+    assert_resumes(lambda: LoaderIterator(source(), epoch_length=epoch_length), tmp_path)
+
+
+def test_an_endless_loader_with_get_state_is_not_begun_again_with_each_epoch():
+    """Its pass goes on: otherwise each epoch would have the same examples."""
+    iterator = LoaderIterator(WithSteps(length=100), epoch_length=3)
+    assert firsts(iterator, 7) == [1, 2, 3, 4, 5, 6, 7]
+    assert iterator.epoch == 2
+
+
+def test_an_iterator_with_get_state_is_a_single_pass(tmp_path):
+    """As it is given."""
+    iterator = LoaderIterator(Steps(8), epoch_length=3)
+    firsts(iterator, 4)
+    serializers.save(tmp_path / "state", iterator)
+    serializers.load(tmp_path / "state", again := LoaderIterator(Steps(8), epoch_length=3))
+    assert firsts(again, 4) == [5, 6, 7, 8]
+
+
+class TwoProtocols(NextPass):
+    """Whose state_dict counts; the other pair must not be asked."""
+
+    def get_state(self):
+        raise AssertionError
+
+    set_state = get_state
+
+
+class Half(WithSteps):
+    """Whose iterators tell their state, and take none."""
+
+    class Told(Steps):
+        set_state = None
+
+    def __init__(self):
+        super().__init__(self.Told)
+
+
+class Asks(NextPass):
+    """Whose state_dict needs to be told what is not known here."""
+
+    def state_dict(self, num_samples_yielded):
+        raise AssertionError
+
+
+def test_of_two_protocols_that_of_pytorch_is_used(tmp_path):
+    """Of the loader itself."""
+    assert_resumes(lambda: LoaderIterator(TwoProtocols()), tmp_path)
+
+
+@pytest.mark.parametrize("source", [Half, Asks])
+def test_half_a_protocol_is_none(source):
+    """Batches are fetched again, with the warning."""
+    iterator, again = LoaderIterator(source()), LoaderIterator(source())
+    firsts(iterator, 2)
+    again.load_state_dict(iterator.state_dict())
+    with pytest.warns(UserWarning, match="fetches 2 batches again"):
+        assert firsts(again, 1) == [3]
+
+
+class Forgetful(NextPass):
+    """Whose state has its settings and its epoch, and no position."""
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "settings": [3]}
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = 0, state["epoch"]
+
+
+def test_a_state_that_does_not_tell_the_position_is_not_relied_on(tmp_path):
+    """It is the same after two batches as after one; what was taken is fetched again, also after the next snapshot."""
+    whole = firsts(LoaderIterator(Forgetful()), 10)
+    for cut in (2, 3, 6, 7):
+        firsts(iterator := LoaderIterator(Forgetful()), cut)
+        for turn in range(2):
+            serializers.save(tmp_path / f"{cut} {turn}", iterator)
+            serializers.load(tmp_path / f"{cut} {turn}", iterator := LoaderIterator(Forgetful()))
+            with pytest.warns(UserWarning, match="lacks its position: it is the same after a batch and after several"):
+                assert firsts(iterator, 1) == [whole[cut]]
+            cut += 1
+            if cut % LENGTH == 0:
+                break
+
+
+class Refuses(NextPass):
+    def load_state_dict(self, state):
+        raise ValueError("made with another seed")
+
+
+def test_a_loader_that_refuses_its_state_says_what_to_do():
+    """Its own error, with a note."""
+    iterator, again = LoaderIterator(Refuses()), LoaderIterator(Refuses())
+    firsts(iterator, 2)
+    again.load_state_dict(iterator.state_dict())
+    with pytest.raises(ValueError, match="made with another seed") as caught:
+        next(again)
+    assert "raised by Refuses.load_state_dict" in caught.value.__notes__[0]
+
+
+class Misses(NextPass):
+    """Whose state is one batch behind."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state | {"at": max(state["at"] - 1, 0)})
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (self.weight - x).square().mean()
+
+
+def rehearsed(loader, tmp_path):
+    model = Mean()
+    updater = StandardUpdater(LoaderIterator(loader), torch.optim.SGD(model.parameters(), 0.01), model)
+    trainer = Trainer(updater, (1, "epoch"), out=str(tmp_path))
+    trainer.rehearse()
+    return trainer, loader
+
+
+def test_a_rehearsal_refuses_a_state_that_leads_elsewhere(tmp_path):
+    """With the batch, and the remedy, which is taken."""
+    with pytest.raises(ValueError, match=r"batch 1 after it is another one.*LoaderIterator\(lambda: loader\)"):
+        rehearsed(Misses(), tmp_path)
+    rehearsed(lambda: iter(Misses()), tmp_path)
+
+
+@pytest.mark.parametrize("loader", [NextPass, EmptyFirst, WithSteps, ByRank])
+def test_a_rehearsal_puts_a_loader_with_a_state_back(tmp_path, loader):
+    """The run then has the batches that it would have had."""
+    trainer, loader = rehearsed(loader(), tmp_path)
+    iterator = trainer.updater.get_iterator("main")
+    assert firsts(iterator, 6) == firsts(LoaderIterator(type(loader)()), 6)
+
+
+class Drawing(IterableDataset):
+    """Of a library that keeps its position in the loader; its examples draw in workers. Each pass has its own."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        pass
+
+    def __iter__(self):
+        return ((10 * self.epoch + k, float(torch.rand(()))) for k in range(6))
+
+
+class KeepsEpochs(DataLoader):
+    """Which counts passes by itself."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.dataset.epoch, self.passes = self.passes, self.passes + 1
+        return super().__iter__()
+
+    def state_dict(self):
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.passes = state["passes"]
+
+
+def test_a_loader_whose_workers_draw_begins_its_pass_again_from_its_own_state():
+    """In the third pass as in the first; its state lacks what its workers draw, so batches are fetched again."""
+
+    def make():
+        torch.manual_seed(0)
+        return LoaderIterator(KeepsEpochs(Drawing(), 2, num_workers=1))
+
+    with make() as iterator:
+        whole = [[column.tolist() for column in next(iterator).columns] for _ in range(8)]
+    for cut in (2, 3, 6, 7):
+        with make() as iterator, make() as again, warnings.catch_warnings(action="ignore"):
+            for _ in range(cut):
+                next(iterator)
+            again.load_state_dict(iterator.state_dict())
+            assert [[column.tolist() for column in next(again).columns] for _ in range(8 - cut)] == whole[cut:]
+
+
+def test_a_class_that_the_library_has_not_brought_is_not_made(tmp_path):
+    """A snapshot that names others is refused, and nothing is imported."""
+    firsts(iterator := LoaderIterator(ByRank()), 2)
+    state = iterator.state_dict()
+    state["loader"]["chainring.class"] = "subprocess:Popen"
+    again = LoaderIterator(ByRank())
+    again.load_state_dict(state)
+    with pytest.raises(ValueError, match="resume with the version of it with which the state was saved"):
+        next(again)
+
+
+def test_a_dataset_whose_position_its_own_loader_counts_alone_is_warned_about():
+    """As MosaicML Streaming's is."""
+
+    class Dataset(IterableDataset):
+        def __iter__(self):
+            return iter(count())
+
+        def state_dict(self, num_samples, from_beginning):
+            raise AssertionError
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    for loader in (Dataset(), DataLoader(Dataset(), 2)):
+        with pytest.warns(UserWarning, match="counted by a streaming.StreamingDataLoader alone"):
+            LoaderIterator(loader)
