@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from chainring.converters import concat_examples
 from chainring.datasets import DatasetMixin, TupleDataset
-from chainring.iterators import MultiprocessIterator, SerialIterator
+from chainring.iterators import MixtureIterator, MultiprocessIterator, SerialIterator
 
 BATCH = 100
 BUDGET = 1.0
@@ -117,6 +117,21 @@ def iterated(dataset: Any, workers: int, example_rng: bool = True) -> Stream:
         source.finalize()
 
 
+def mixture_of(*columns: np.ndarray) -> Make:
+    """Return what reads two halves of the rows by weights of 7 and 3."""
+    half = len(columns[0]) // 2
+    halves = {str(part): TupleDataset(*(column[part] for column in columns)) for part in (np.s_[:half], np.s_[half:])}
+
+    def mixed(_: Any, workers: int) -> Stream:
+        source = MixtureIterator(halves, BATCH, weights=dict(zip(halves, (7, 3), strict=True)), n_processes=workers)
+        try:
+            yield from map(concat_examples, source)
+        finally:
+            source.finalize()
+
+    return mixed
+
+
 def unseeded(dataset: Any, workers: int) -> Stream:
     """Without a stream of random numbers for each example, which the DataLoader does not give either."""
     return iterated(dataset, workers, example_rng=False)
@@ -193,10 +208,12 @@ def main() -> int:
     draw = np.random.default_rng(0)
     results = []
     with tempfile.TemporaryDirectory() as directory:
-        arrays = TupleDataset(draw.standard_normal((20_000, 784), dtype=np.float32), draw.integers(0, 10, 20_000))
+        columns = draw.standard_normal((20_000, 784), dtype=np.float32), draw.integers(0, 10, 20_000)
+        arrays = TupleDataset(*columns)
         images = Images(Path(directory), 4_000)
         sets = {
             "arrays in memory": (arrays, 5, (loaded, iterated)),
+            "a mixture of arrays": (arrays, 5, (loaded, mixture_of(*columns))),
             "images, Pillow": (images, 2, (loaded, iterated)),
             "the same, example_rng=False": (images, 2, (loaded, unseeded)),
             "the same, seeded in both": (images, 1, (loaded_seeded, iterated)),

@@ -100,9 +100,14 @@ class Sources:
         self.orders = [EpochOrders(dataset, shuffle, None, None) for dataset in datasets]
         self.sizes = [orders.size for orders in self.orders]
         self._epochs = [Epochs(members_of(dataset)) for dataset in datasets]
+        self._size = sum(self.sizes)
 
     def __len__(self) -> int:
-        return sum(self.sizes)
+        return self._size
+
+    def ends(self, given: Sequence[int]) -> list[int]:
+        """Return how many examples each source has given a pass after it has given so many."""
+        return [count + size for count, size in zip(given, self.sizes, strict=True)]
 
     def __getitem__(self, number: int) -> Any:
         source, (index,) = number % len(self.inner), self.indices_of(number % len(self.inner), np.array([number]))
@@ -117,14 +122,14 @@ class Sources:
 
     def indices_of(self, source: int, numbers: Indices) -> Indices:
         """Return the indices, in its dataset, of examples of one source, in the order in which it gives them."""
-        given, size, orders = numbers // len(self.inner), self.sizes[source], self.orders[source]
-        first, last = int(given[0]), int(given[-1])
+        count, size, orders = len(self.inner), self.sizes[source], self.orders[source]
+        first, last = int(numbers[0]) // count, int(numbers[-1]) // count
         segments = []
         for epoch in range(first // size, last // size + 1):
             start, stop = max(first - epoch * size, 0), min(last + 1 - epoch * size, size)
             segments.append(orders.segment(epoch, start, stop)[1])
         indices = segments[0] if len(segments) == 1 else np.concatenate(segments)
-        return indices if len(indices) == len(given) else indices[given - first]
+        return indices if len(indices) == len(numbers) else indices[numbers // count - first]
 
     def locate(self, numbers: Indices) -> list[tuple[str, int]]:
         """Return the source of each example, and its index there."""
@@ -145,25 +150,34 @@ class Sources:
             return None
 
         def gather_columns(numbers: Indices) -> Any:
-            owners, chunks, rows = numbers % len(gathers), [], []
+            # hot path: "a mixture of arrays" in benchmarks/data.py
+            owners = numbers % len(gathers)
+            rows, columns = [], []
             for source, gather in enumerate(gathers):
-                here = np.flatnonzero(owners == source)
-                if len(here):
+                if len(here := np.flatnonzero(owners == source)):
                     rows.append(here)
-                    chunks.append(gather(self.indices_of(source, numbers[here])))
-            if len(chunks) == 1:
-                return chunks[0]
-            back = np.empty_like(numbers)
-            back[np.concatenate(rows)] = np.arange(len(numbers))
-            return tree_map(lambda *arrays: _join(arrays, back), *chunks)
+                    columns.append(gather(self.indices_of(source, numbers[here])))
+            return columns[0] if len(columns) == 1 else _put_together(rows, columns, len(numbers))
 
         return gather_columns
 
 
-def _join(arrays: Sequence[Any], rows: Indices) -> Any:
-    if isinstance(arrays[0], torch.Tensor):
-        return torch.cat(list(arrays)).index_select(0, torch.from_numpy(rows).to(arrays[0].device))
-    return np.concatenate(arrays).take(rows, 0)
+def _put_together(rows: Sequence[Indices], columns: Sequence[Any], length: int) -> Any:
+    """Return columns of which each source has given some rows."""
+    first = columns[0]
+    if isinstance(first, torch.Tensor):
+        tensor = first.new_empty((length, *first.shape[1:]))
+        for here, column in zip(rows, columns, strict=True):
+            tensor.index_copy_(0, torch.from_numpy(here).to(tensor.device), column)
+        return tensor
+    if isinstance(first, np.ndarray):
+        array = np.empty((length, *first.shape[1:]), first.dtype)
+        for here, column in zip(rows, columns, strict=True):
+            array[here] = column
+        return array
+    if type(first) is tuple:
+        return tuple([_put_together(rows, parts, length) for parts in zip(*columns, strict=True)])
+    return tree_map(lambda *parts: _put_together(rows, parts, length), *columns)
 
 
 @dataclass(frozen=True)
@@ -242,7 +256,7 @@ class MixtureIterator(MultiprocessIterator):
         self.n_processes, self.sources, self.drop_finished = workers, sources, bool(drop_finished)
         self._function = weights if callable(weights) else None
         self._given = None if callable(weights) else self._ratios(weights)
-        self._blocks: dict[Anchor, tuple[Indices, Anchor]] = {}
+        self._blocks: list[tuple[Anchor, Indices, Anchor]] = []  # the last two: examples after an anchor, and the next
         self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
         self._at: Place = self._begin(), 0
         self._numbers = np.empty(0, np.int64)  # of the examples of the last batch, of all ranks
@@ -320,8 +334,8 @@ class MixtureIterator(MultiprocessIterator):
             anchor, offset = self._anchor(at), 0
             weights = self._ratios(self._ask(anchor.position))
             if not self.repeat:  # what has ended stays out, and is no change
-                rows = zip(weights, anchor.given, self._start, self.sources.sizes, strict=True)
-                weights = tuple(weight if count < first + size else Fraction(0) for weight, count, first, size in rows)
+                rows = zip(weights, anchor.given, self.sources.ends(self._start), strict=True)
+                weights = tuple(weight if count < end else Fraction(0) for weight, count, end in rows)
             anchor = _changed(anchor, weights)
         pieces, missing = [], self.batch_size if length is None else length
         while missing and any(anchor.weights):
@@ -336,14 +350,15 @@ class MixtureIterator(MultiprocessIterator):
 
     def _block_after(self, anchor: Anchor) -> tuple[Indices, Anchor]:
         """Return the next examples after an anchor, as numbers of `Sources`, and the anchor after them."""
-        if (block := self._blocks.get(anchor)) is not None:
-            return block
+        for known, numbers, following in self._blocks:
+            if known is anchor or known == anchor:
+                return numbers, following
         longest = self.batch_size if self._function is not None else _BLOCK if self._blocks else _FIRST_BLOCK
         since = [count - before for count, before in zip(anchor.given, anchor.changed_at, strict=True)]
         owners, count = Shares.of(anchor.weights).sources(since, longest), len(since)
         rows_of = [np.flatnonzero(owners == source) for source in range(count)]
         length, weights = longest, anchor.weights
-        ends = [before + size for before, size in zip(self._start, self.sources.sizes, strict=True)]
+        ends = self.sources.ends(self._start)
         if not self.repeat:  # up to the first example that is not there
             left = [end - given for end, given in zip(ends, anchor.given, strict=True)]
             length = min([length, *(int(rows[n]) for rows, n in zip(rows_of, left, strict=True) if len(rows) > n)])
@@ -360,8 +375,8 @@ class MixtureIterator(MultiprocessIterator):
                 for has_ended, weight in zip(ended, weights, strict=True)
             )
             following = _changed(following, weights)
-        self._blocks = {**dict([*self._blocks.items()][-1:]), anchor: (numbers[:length], following)}
-        return self._blocks[anchor]
+        self._blocks = [*self._blocks[-1:], (anchor, numbers[:length], following)]
+        return numbers[:length], following
 
     def _begin(self) -> Anchor:
         """Return where the stream begins."""
@@ -416,7 +431,7 @@ class MixtureIterator(MultiprocessIterator):
         self.rewind()
 
     def rewind(self) -> None:
-        self._at, self.current_position, self._blocks = (self._begin(), 0), 0, {}
+        self._at, self.current_position, self._blocks = (self._begin(), 0), 0, []
         self._restore_counters()
 
     def mark(self) -> Any:
@@ -444,7 +459,7 @@ class MixtureIterator(MultiprocessIterator):
         return [f"{name}[{index}]" for name, index in self.sources.locate(indices)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_blocks": {}}
+        return {**super().__getstate__(), "_blocks": []}
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
@@ -476,7 +491,7 @@ class MixtureIterator(MultiprocessIterator):
             holds = "nothing is lost or repeated; the next shares are counted from here"
             announce_change(f"weights of iterator {self.name!r}", old, new, holds)
             anchor = _changed(anchor, self._given)
-        self._at, self._blocks = (anchor, 0), {}
+        self._at, self._blocks = (anchor, 0), []
         self.current_position = position % max(len(self.sources), 1)
         self.sources.seed_with(seed)
         if given_seed is not None and given_seed != seed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,7 +117,7 @@ class PackingIterator(Iterator):
         self.repeat = self.source.repeat
         self.at = _Position()
         self._saved: _Saved | None = None  # a state that was loaded, until the documents that wait are fetched
-        self.counts = np.arange(self.length)
+        self.counts = np.arange(self.batch_size * self.length)
 
     @property
     def seed(self) -> int:
@@ -137,13 +137,10 @@ class PackingIterator(Iterator):
     def __next__(self) -> Batch:
         _ = self.seed
         self._take_up_saved()
-        mark, shape = self.source.mark(), (self.batch_size, self.length)
-        ids, numbers, positions = np.zeros(shape, np.int64), np.full(shape, _NONE, np.int64), np.zeros(shape, np.int64)
+        mark = self.source.mark()
         try:
             packing = _Packing(self)
-            rows = 0
-            while rows < self.batch_size and packing.fill(ids[rows], numbers[rows], positions[rows]):
-                rows += 1
+            rows = packing.fill()
         except BaseException:
             self.source.return_to(mark)
             raise
@@ -152,7 +149,7 @@ class PackingIterator(Iterator):
         self.at = packing.position()
         epoch, done, size = self.progress
         self._count_batch(epoch, epoch + done / size)
-        columns = {"input_ids": ids[:rows], "document_ids": numbers[:rows], "positions": positions[:rows]}
+        columns = dict(zip(("input_ids", "document_ids", "positions"), packing.write(rows), strict=True))
         return self.take_share(Batch(columns=columns, length=rows, layout=COLUMNS))
 
     def reset(self) -> None:
@@ -232,46 +229,74 @@ class _Packing:
         self._iterator, at = iterator, iterator.at
         self.waiting, self._offset, self._packed = list(at.waiting), at.offset, at.packed
         self.fetches, self.fetched = list(at.fetches), at.fetched
+        self._tokens: list[NDArray[np.integer]] = []  # of all rows, one after the other
+        self._pieces: list[tuple[int, int, int]] = []  # of which document, how many tokens, and how many are before them
+        self._separator = np.array([iterator.separator or 0])
         self._head = 0  # with split documents, how many of those that wait are packed
         # With whole ones, their lengths, and more than fits where one is packed already, or of another pass.
         self._epoch = self.waiting[0].epoch if self.waiting else None
         self._lengths = self._lengths_of(self.waiting)
         self._gaps = 0  # where documents were, that are packed
 
-    def fill(self, *row: NDArray[np.int64]) -> bool:
-        """Fill a row of ids, numbers and positions; return False if there are no documents any more."""
-        return self._fill_in_turn(row) if self._iterator.split else self._fill_by_length(row)
+    def fill(self) -> int:
+        """Find the pieces of documents that are the rows of a batch; return how many rows there are."""
+        fill_row, length = (self._fill_in_turn if self._iterator.split else self._fill_by_length), self._iterator.length
+        rows = 0
+        while rows < self._iterator.batch_size and (used := fill_row()):
+            rows += 1
+            if used < length:
+                self._tokens.append(np.zeros(length - used, np.int64))
+                self._pieces.append((_NONE, length - used, 0))
+        return rows
 
-    def _fill_in_turn(self, row: Sequence[NDArray[np.int64]]) -> bool:
+    def write(self, rows: int) -> Iterable[NDArray[np.int64]]:
+        """Return the ids, documents and positions of the rows that were filled."""
+        documents, counts, firsts = np.array(self._pieces, np.int64).T
+        ids = np.concatenate(self._tokens, dtype=np.int64, casting="unsafe")
+        numbers = documents.repeat(counts)
+        positions = self._iterator.counts[: len(ids)] - (counts.cumsum() - counts - firsts).repeat(counts)
+        positions[numbers == _NONE] = 0
+        return (array.reshape(rows, -1) for array in (ids, numbers, positions))
+
+    def _fill_in_turn(self) -> int:
         used, length, epoch = 0, self._iterator.length, None
         while used < length and (self._head < len(self.waiting) or self.fetch()):
             document = self.waiting[self._head]
             if used and document.epoch != epoch:
                 break
             epoch, count = document.epoch, min(document.length - self._offset, length - used)
-            self._place(document, count, row, used)
+            self._add(document, count)
             used += count
             self._offset += count
             if self._offset == document.length:
                 self._offset = 0
                 self._head += 1
                 self._packed += 1
-        return used > 0
+        return used
 
-    def _fill_by_length(self, row: Sequence[NDArray[np.int64]]) -> bool:
+    def _fill_by_length(self) -> int:
         used, length = 0, self._iterator.length
         self._look_ahead()
         while True:
             fits = self._lengths <= length - used
             at = int(fits.argmax()) if len(fits) else 0
             if not len(fits) or not fits[at]:
-                return used > 0
+                return used
             document = self.waiting[at]
-            self._place(document, document.length, row, used)
+            self._add(document, document.length)
             used += document.length
             self._lengths[at] = length + 1
             self._packed += 1
             self._gaps += 1
+
+    def _add(self, document: _Document, count: int) -> None:
+        """Put some tokens of a document, from the first that is not packed, behind those that there are."""
+        first = self._offset
+        tokens = document.tokens if count == document.length else document.tokens[first : first + count]
+        self._tokens.append(tokens)
+        if len(tokens) < count:
+            self._tokens.append(self._separator)
+        self._pieces.append((document.number, count, first))
 
     def _look_ahead(self) -> None:
         """Fetch documents of the pass until enough wait; if none is left of it, go on to the next."""
@@ -296,19 +321,6 @@ class _Packing:
     def _close_gaps(self) -> None:
         left = np.flatnonzero(self._lengths != self._iterator.length + 1)
         self.waiting, self._lengths, self._gaps = [self.waiting[at] for at in left.tolist()], self._lengths[left], 0
-
-    def _place(self, document: _Document, count: int, row: Sequence[NDArray[np.int64]], used: int) -> None:
-        """Put some tokens of a document, from the first that is not packed, into a row."""
-        ids, numbers, positions = row
-        first, end = self._offset, used + count
-        tokens = document.tokens[first : first + count]
-        ids[used : used + len(tokens)] = tokens
-        if len(tokens) < count and self._iterator.separator is not None:
-            ids[end - 1] = self._iterator.separator
-        numbers[used:end] = document.number
-        positions[used:end] = self._iterator.counts[:count]
-        if first:
-            positions[used:end] += first
 
     def fetch(self) -> bool:
         """Fetch documents; return False if there are no more."""
@@ -351,6 +363,8 @@ class _Packing:
 
 def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
     """Return the tokens of a document as an array."""
+    if type(example) is np.ndarray and example.ndim == 1 and example.dtype.kind in "iu":
+        return example
     tokens = example.numpy(force=True) if isinstance(example, torch.Tensor) else example
     if isinstance(tokens, (list, tuple)):
         tokens = np.array(tokens) if len(tokens) else np.empty(0, np.int64)
