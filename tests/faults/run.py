@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # where tries.py is, which both tables share
 
 import clock
+import cuts
 import damage
 import data
 import kills
@@ -36,6 +37,7 @@ PARTS = (
     signals,
     damage,
     data,
+    cuts,
     clock,
     replays,
     thinned,
