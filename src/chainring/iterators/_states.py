@@ -34,7 +34,7 @@ class StateMethods(NamedTuple):
 
     def set(self, state: Any) -> None:
         """Go to a state that `get` returned."""
-        dataset = getattr(self.owner, "dataset", None)
+        dataset: Any = getattr(self.owner, "dataset", None)
         if is_defined_in(self.owner, "streaming.") and hasattr(dataset, "next_epoch") and isinstance(state, dict):
             # By itself it takes up the epoch that it is in, or a later one, and ignores an earlier one.
             dataset.next_epoch = max(state["epoch"], 0)
