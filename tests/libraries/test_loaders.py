@@ -152,7 +152,7 @@ class Numbers(energon.DefaultTaskEncoder):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_energon_goes_on_where_its_loader_was(tmp_path, workers):
-    """By save_state_rank, with the generators of its workers; it cannot be put back while they run."""
+    """By save_state_rank, with the generators of its workers; it cannot be put back once it was used."""
     data = tmp_path / "data"
     data.mkdir()
     for shard in range(3):
@@ -171,4 +171,4 @@ def test_energon_goes_on_where_its_loader_was(tmp_path, workers):
         dataset = energon.get_train_dataset(str(data), worker_config=config, task_encoder=Numbers(), **settings)
         return LoaderIterator(energon.get_savable_loader(dataset), epoch_length=3)
 
-    assert_resumes(make, tmp_path, put_back=workers == 0)
+    assert_resumes(make, tmp_path, cuts=(2, 6), put_back=False)

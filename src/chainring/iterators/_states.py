@@ -45,8 +45,8 @@ class StateMethods(NamedTuple):
         except Exception as error:
             error.add_note(
                 f"raised by {type(self.owner).__name__}.{self.load.__name__}, which was given the state that was saved of "
-                "it. A run that is resumed gives it to a loader just made; one that cannot be put back once its workers run "
-                "can be rehearsed without workers. Give it the data and settings of the saved run"
+                "it. A run that is resumed gives it to a loader just made, with the data and settings of the saved run; "
+                "one that refuses to be put back once it was used, as Megatron Energon's, cannot be rehearsed"
             )
             raise
 
