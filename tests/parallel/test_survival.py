@@ -254,6 +254,24 @@ def run(comm, out, dying=None, at=0, after=None, kind=None):
         torch.save({**model.state_dict(), **updater.average.model.state_dict(prefix="average.")}, out / "model")
 
 
+def run_with_rows(comm, out, dying=None, at=None):
+    """A rank dies with a row that it has made and not told."""
+    torch.manual_seed(0)
+    model = Classifier(nn.Linear(4, 3))
+    iterator = iterators.SerialIterator(EXAMPLES, 8, shuffle=True, seed=0)
+    updater = training.StandardUpdater(iterator, torch.optim.Adam(model.parameters()), model, comm=comm, virtual_ranks=4)
+
+    rank = 0 if comm is None else comm.rank  # others have it later
+
+    def die(row):
+        if rank == dying and row["iteration"] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = training.Trainer(updater, (8, "iteration"), out=str(out))
+    trainer.extend(extensions.LogReport(trigger=(2, "iteration"), postprocess=die))
+    trainer.run()
+
+
 def rows_of(out):
     """Of the log, but for the time."""
     return [
@@ -299,6 +317,14 @@ def test_an_update_begins_again_as_it_has_begun(tmp_path, kind, at, after):
     expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "three")
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_row_that_is_made_again_is_that_of_its_interval(tmp_path, dying):
+    """A rank is lost after the means of an interval were exchanged, and before all have the row."""
+    run_with_rows(None, tmp_path / "alone")
+    assert end_of(3, run_with_rows, tmp_path / "three", dying, 4).count(-signal.SIGKILL) == 1
+    assert rows_of(tmp_path / "three") == rows_of(tmp_path / "alone")
 
 
 @pytest.mark.parametrize(("kind", "at"), [("plain", 17), ("plain two steps", 28)])

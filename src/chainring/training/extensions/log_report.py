@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -157,8 +158,13 @@ class LogReport(Extension):
         if self._has_told:  # ranks were lost when all had the row
             self._has_told = False
             return
-        seconds = trainer.elapsed_time
-        self._write(trainer, self._means.end(trainer), seconds)
+        seconds, interval = trainer.elapsed_time, copy.copy(self._means)
+        try:
+            self._write(trainer, self._means.end(trainer), seconds)
+        except RanksLost:
+            if not self._has_told:  # the interval is still open
+                self._means = interval
+            raise
 
     def _write(self, trainer: Trainer, means: dict[str, float], seconds: float) -> None:
         counters = {"epoch": trainer.updater.epoch, "iteration": trainer.updater.iteration}
