@@ -19,6 +19,7 @@ from chainring._places.base import RemoteError
 from chainring._runs.finished import LOG, FinishedRun
 from chainring.html_report._log import MAX_ROWS, Log, LogFile
 from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots, Thinned
+from chainring.training._advice import advise
 from chainring.training._run_directory import RECORD, NamePattern
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
@@ -59,6 +60,17 @@ class Run:
     def rollbacks(self) -> int:
         """The number of times that the run went back to a snapshot by itself, without a start."""
         return sum("rollback" in start for start in self.starts)
+
+    @property
+    def advice(self) -> str | None:
+        """Where the time went and what to do first, in one line; ``None`` where the times tell nothing worth saying."""
+        if self.rank_seconds is not None:
+            count, ranks = self.rank_seconds.iteration, self.rank_seconds.ranks
+            stages = {stage for seconds in ranks for stage in seconds}
+            return advise({stage: count * sum(s.get(stage, 0.0) for s in ranks) / len(ranks) for stage in stages}, count)
+        if self.profile is None or not str(self.record.get("device", "")).startswith("cpu"):  # elsewhere work goes on beside
+            return None
+        return advise(self.profile.seconds, self.profile.iterations)
 
     @property
     def models(self) -> list[Model]:

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import attrgetter
@@ -41,6 +42,7 @@ from chainring.serializers.protocol import (
     visit_if_stateful,
     visit_setting,
 )
+from chainring.training._advice import advise_on
 from chainring.training._entry import Entry, Identity, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training._settings import check_agreement, check_generators, check_out
@@ -73,6 +75,7 @@ class Run:
         self._initialized: list[Entry] = []  # extensions
         self._started_triggers: list[Any] = []
         self._lost: set[tuple[int, str]] = set()  # the processes of ranks that were lost, by number and host
+        self.spent = defaultdict[str, float](float)  # seconds in extensions that are not called in every iteration, by name
         self._notes: dict[str, str] = {}  # for `run.json`: why the run has begun again by itself
 
     def open(self, trainer: Trainer) -> None:
@@ -185,6 +188,9 @@ class Run:
         self.ended_at = time.monotonic()
         if self._directory is not None:
             self._directory.release()
+        seconds = 0.0 if self.started_at is None else self.ended_at - self.started_at
+        if failure is None and not trainer.is_replaying and (line := advise_on(trainer, seconds, self.spent)) is not None:
+            info(line)
         interruption: Interruption = trainer.interruption
         ends_run = failure is None and interruption.signum is not None and not interruption.is_nested
         return interruption.error() if ends_run else failure
@@ -197,7 +203,9 @@ class Run:
 
     def _start(self, trainer: Trainer, entries: list[Entry], state: _State | None, goes_on: bool = False) -> None:
         """Load a state of these extensions if there is one, and start from it, or ``goes_on`` with that which is there."""
-        self.started_at = self.started_at if goes_on else None  # state may be loaded until it is set
+        if not goes_on:
+            self.started_at = None  # state may be loaded until it is set
+            self.spent.clear()
         with printing_changes(self.loaded_state.unprinted):
             tried: list[int] = []
             while state is not None:

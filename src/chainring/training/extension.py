@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chainring.serializers.protocol import Stateful
@@ -98,6 +98,11 @@ class Extension(Stateful):
     def ranked_key(self) -> str | None:
         """The key of a reported value, whose mean since the trigger last fired ranks what a snapshot saves."""
         return None
+
+    @property
+    def measured_phases(self) -> tuple[Mapping[str, float], int]:
+        """The seconds of each phase of iterations, and their number, if it measures them, for the last line of a run."""
+        return {}, 0
 
     @property
     def default_name(self) -> str:

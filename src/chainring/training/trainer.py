@@ -333,7 +333,7 @@ class Trainer(Stateful):
     def _iterate(self) -> None:
         """Train until the run ends, or an extension sends it back to a snapshot."""
         # hot path: "no extension", "an idle extension more"
-        first = self.updater.iteration
+        first, spent = self.updater.iteration, self._run.spent
         ends = surround(self._observers, "ends", self, call=partial(_ends, self))
         update = surround(self._observers, "around_update", self, call=self.updater.update)
         if self.comm.survives:  # both are done again, by the ranks that are left, if some are lost meanwhile
@@ -365,10 +365,15 @@ class Trainer(Stateful):
             for entry, observe, fires, call in steps:
                 if observe is not None:
                     observe()
-                if fires is None or fires(self):
+                if fires is None:
                     self.extension_name = entry.name
                     call()
                     self.extension_name = None
+                elif fires(self):
+                    self.extension_name, began = entry.name, time.perf_counter()
+                    call()
+                    self.extension_name = None
+                    spent[entry.name] += time.perf_counter() - began
             due = []
             for step in snapshots:  # all of them are asked before the first is taken
                 _, observe, fires, _ = step
@@ -574,9 +579,10 @@ def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
     due.sort(key=lambda step: (bool(step[0].optional("autoload")), not step[0].optional("has_fixed_name")))
     try:
         for entry, _, _, call in due:
-            trainer.extension_name = entry.name
+            trainer.extension_name, began = entry.name, time.perf_counter()
             call()
             trainer.extension_name = None
+            trainer._run.spent[entry.name] += time.perf_counter() - began
             entry.is_due = False
     finally:
         for entry, *_ in due:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -51,9 +51,11 @@ class PhaseWatch(Extension, Observer):
         self._last: Any = None  # the time of the last mark
         self._has_stages = False  # True if callbacks have been called in this update
         self._is_stepping = False  # True after the first step of this update
+        self._is_on_host = True  # else a phase ends when its work was submitted
 
     def initialize(self, trainer: Trainer) -> None:
         updater: Any = trainer.updater
+        self._is_on_host = accelerator_of(trainer) is None
         self._undo.callback(trainer.watch(self))
         if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
             for stage, phase in _STAGES.items():  # before the others when a stage finishes, after them when one starts
@@ -67,6 +69,11 @@ class PhaseWatch(Extension, Observer):
         reporter, watch = trainer.reporter, self._watch
         reporter.watchers += (watch,)
         self._undo.callback(lambda: setattr(reporter, "watchers", tuple(f for f in reporter.watchers if f != watch)))
+
+    @property
+    def measured_phases(self) -> tuple[Mapping[str, float], int]:
+        """The seconds of each phase, if they are known, and the number of updates."""
+        return self.seconds, self.iterations if self._is_on_host else 0
 
     def finalize(self) -> None:
         self._undo.close()

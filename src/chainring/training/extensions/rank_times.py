@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +76,12 @@ class RankTimes(PhaseWatch):
         self._unnamed: list[list[Any]] = []  # notes of parts of a phase that has not ended yet
         self._gradient: Any = None  # the time of the last gradient in this backward
         self._named: tuple[int, str] | None = None
+        self._reported: tuple[Mapping[str, float], int] = {}, 0  # the seconds of all reports so far, and the updates in them
+
+    @property
+    def measured_phases(self) -> tuple[Mapping[str, float], int]:
+        """The seconds of each phase, on the accelerator if there is one, and the number of updates."""
+        return Counter(self._reported[0]) + Counter(self.seconds), self._reported[1] + self.iterations
 
     def initialize(self, trainer: Trainer) -> None:
         self._device = accelerator_of(trainer)
@@ -163,6 +169,7 @@ class RankTimes(PhaseWatch):
         stages = {name: self.seconds[phase] / self.iterations for phase, name in _STAGES.items()}
         stages["other"] = sum(s for phase, s in self.seconds.items() if phase not in PHASES) / self.iterations
         gathered = trainer.comm.world.gather_object((stages, socket.gethostname(), str(trainer.comm.world.device)))
+        self._reported = self.measured_phases
         self.seconds, self.iterations = dict.fromkeys(self.seconds, 0.0), 0
         self.ranks = [stages for stages, _, _ in gathered]
         least = min(stages["other"] for stages in self.ranks)

@@ -1,0 +1,74 @@
+"""Where the time of a run went, and what to do first, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from chainring._messages import printable
+
+if TYPE_CHECKING:
+    from chainring._progress import Trainer
+
+_LEAST_SECONDS = 10.0  # of which something is said
+_LEAST_SHARE = 0.25
+_SMALL = 0.001  # seconds of an update, most of which are Python's and not the model's
+_COMPUTING = ("forward", "backward", "update", "step")
+_REMEDIES = {
+    "data": ("waiting for data", "workers (MultiprocessIterator), more of them, or a faster transform"),
+    "communication": (
+        "exchanging with other ranks",
+        "accumulate=k, to exchange less often; RankTimes names a slow rank",
+    ),
+    "waiting": ("waiting for other ranks", 'balance="speed" with virtual_ranks, or a look at the rank that RankTimes names'),
+    "update": ("in the step of the optimizer", "fused=True, if the optimizer has it"),
+    "loop": ("between updates", "fewer triggers, and less in the observe methods of extensions"),
+    "extension:validation": ("evaluating", "a less frequent trigger, or fewer examples"),
+    "extension:snapshot": ("taking snapshots", "a less frequent trigger, a faster disk, or snapshot(frozen=False)"),
+    "extension:LogReport": ("writing the log", "a less frequent trigger, or faster writers"),
+}
+
+
+def advise(seconds: Mapping[str, float], iterations: int) -> str | None:
+    """Return the line about the seconds of each phase of some iterations; ``None`` if nothing is worth saying.
+
+    Time in the model is where it should be, unless updates are so small that most of it is Python's.
+    """
+    total = sum(seconds.values())
+    if total < _LEAST_SECONDS or not iterations:
+        return None
+    computing = sum(seconds.get(phase, 0.0) for phase in _COMPUTING)
+    phases = {"update" if phase == "step" else phase: spent for phase, spent in seconds.items()}
+    is_small = computing / iterations < _SMALL
+    others = [phase for phase in phases if phase not in ("forward", "backward", *(["update"] if is_small else []))]
+    largest = max(others, key=phases.__getitem__, default="")
+    share = phases.get(largest, 0.0) / total
+    if is_small and computing / total > max(share, _LEAST_SHARE):
+        where = f"in updates of {1000 * computing / iterations:.2f} ms, which are mostly Python's"
+        share, remedy = computing / total, "larger batches, or compile=True"
+    elif share < _LEAST_SHARE:
+        return None
+    elif largest in _REMEDIES:
+        where, remedy = _REMEDIES[largest]
+    else:
+        where = f"in extension {printable(largest.removeprefix('extension:'))!r}" if ":" in largest else f"in {largest}"
+        remedy = "a less frequent trigger, or less to do in it"
+    return f"{100 * share:.0f} % of the time {where}; what helps first: {remedy}"
+
+
+def advise_on(trainer: Trainer, seconds: float, spent: Mapping[str, float]) -> str | None:
+    """Return the line about a run of so many seconds, by the phases that an extension has measured.
+
+    Otherwise by the seconds ``spent`` in extensions whose triggers do not fire in every iteration.
+    """
+    if seconds < _LEAST_SECONDS:
+        return None
+    for entry in trainer.entries:
+        phases, iterations = entry.optional("measured_phases")
+        if iterations:
+            return advise(phases, iterations)
+    models = trainer.updater.get_all_models().values()
+    if any(parameter.device.type != "cpu" for model in models for parameter in model.parameters()):
+        return None  # what an extension waits for there may be the work of updates
+    phases = {f"extension:{name}": of_extension for name, of_extension in spent.items()}
+    return advise({**phases, "forward": max(seconds - sum(phases.values()), 0.0)}, 1)

@@ -1,0 +1,210 @@
+"""A run ends by one line that says where its time went and what to do first, if there is something to say."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from chainring import html_report, training
+from chainring.iterators import SerialIterator
+from chainring.testing import ManualClock
+from chainring.training import UpdateCallbacks, extensions
+from chainring.training._advice import advise
+from chainring.writers import Writer
+
+EACH, EVERY_5 = (1, "iteration"), (5, "iteration")
+
+
+class Spent:
+    """Lets seconds pass on a clock, of which every iteration has some, and those that are planted."""
+
+    def __init__(self, clock, **planted):
+        self.clock, self.planted = clock, planted
+
+    def __call__(self, where):
+        self.clock.advance(self.planted.get(where, 0.0))
+
+
+class Data:
+    def __init__(self, spend):
+        self.spend = spend
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        self.spend("data set")
+        return torch.ones(3)
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, spend):
+        context.spend = spend
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        context.spend("backward")
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self, spend):
+        super().__init__()
+        self.layer, self.spend = nn.Linear(3, 1), spend
+
+    def forward(self, x):
+        self.spend("forward" if self.training else "evaluation")
+        return Backward.apply(self.layer(x).square().mean(), self.spend)
+
+
+class Slow(torch.optim.SGD):
+    def step(self, closure=None):
+        self.spend("step")
+        return super().step(closure)
+
+
+class SlowWriter(Writer):
+    def __init__(self, spend):
+        self.spend = spend
+
+    def write(self, record):
+        self.spend("writer")
+
+
+class SlowStream(io.StringIO):
+    def __init__(self, spend):
+        super().__init__()
+        self.spend = spend
+
+    def write(self, text):
+        self.spend("stream")
+        return super().write(text)
+
+
+class Hook(training.Extension):
+    def __init__(self, spend):
+        self.spend = spend
+
+    def observe(self, trainer):
+        self.spend("observe")
+
+    def __call__(self, trainer):
+        self.spend("hook")
+
+
+def run_of(out, profiled=True, **planted):
+    """A run of 20 iterations on a clock, in which all has to do with the planted seconds."""
+    with ManualClock() as clock:
+        spend = Spent(clock, **{"forward": 0.5, "backward": 0.5, **planted})
+
+        def convert(batch, device):
+            spend("converter")
+            return torch.stack(list(batch))
+
+        def trigger(trainer):
+            spend("trigger")
+            return False
+
+        model = Model(spend)
+        optimizer = Slow(model.parameters(), 0.01)
+        optimizer.spend = spend
+        callbacks = UpdateCallbacks(update_on_start=lambda _: spend("clipping"))
+        updater = training.StandardUpdater(
+            SerialIterator(Data(spend), 2), optimizer, model, converter=convert, callbacks=callbacks
+        )
+        trainer = training.Trainer(updater, (20, "iteration"), out=str(out))
+        test = SerialIterator(Data(lambda _: spend("evaluation data")), 2, repeat=False, shuffle=False)
+        trainer.extend(
+            extensions.Evaluator(test, model, converter=lambda batch, device: torch.stack(list(batch))), trigger=EVERY_5
+        )
+        trainer.extend(extensions.LogReport(trigger=EVERY_5, writers=[SlowWriter(spend)]))
+        trainer.extend(extensions.PrintReport(["iteration", "main/loss"], out=SlowStream(spend)))
+        trainer.extend(extensions.snapshot(condition=lambda: spend("snapshot") or True), trigger=EVERY_5)
+        trainer.extend(Hook(spend), "hook", EVERY_5)
+        trainer.extend(lambda trainer: spend("each"), "each", EACH)
+        trainer.extend(lambda trainer: None, "never", trigger)
+        if profiled:
+            trainer.extend(extensions.Profiler())
+        trainer.run()
+
+
+WORKERS = "MultiprocessIterator"
+PLANTED = {  # seconds, what the line says of them, and its remedy
+    "a data set": ({"data set": 2.0}, "80 % of the time waiting for data", WORKERS),
+    "a data set, a little": ({"data set": 0.25}, "33 % of the time waiting for data", WORKERS),
+    "a converter": ({"converter": 4.0}, "80 % of the time waiting for data", WORKERS),
+    "evaluation, its model": ({"evaluation": 5.0}, "80 % of the time evaluating", "fewer examples"),
+    "evaluation, its data": ({"evaluation data": 1.25}, "67 % of the time evaluating", "fewer examples"),
+    "snapshots": ({"snapshot": 5.0}, "50 % of the time taking snapshots", "a faster disk"),
+    "a writer of the log": ({"writer": 10.0}, "67 % of the time writing the log", "faster writers"),
+    "a terminal": ({"stream": 5.0}, "of the time in extension 'PrintReport'", "a less frequent trigger"),
+    "an extension of an interval": ({"hook": 15.0}, "75 % of the time in extension 'hook'", "a less frequent trigger"),
+    "an extension of every iteration": ({"each": 1.0}, "50 % of the time in extension 'each'", "a less frequent trigger"),
+    "an observe method": ({"observe": 3.0}, "75 % of the time in extension 'hook'", "less to do in it"),
+    "a trigger": ({"trigger": 3.0}, "75 % of the time between updates", "fewer triggers"),
+    "an optimizer": ({"step": 1.0}, "50 % of the time in the step of the optimizer", "fused=True"),
+    "clipping": ({"clipping": 1.0}, "50 % of the time in the step of the optimizer", "fused=True"),
+}
+
+
+def line_of(capsys):
+    lines = [line for line in capsys.readouterr().out.splitlines() if "what helps first" in line]
+    assert len(lines) <= 1
+    return lines[0] if lines else None
+
+
+@pytest.mark.parametrize(("planted", "where", "remedy"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_bottleneck_is_named_with_its_remedy(tmp_path, capsys, planted, where, remedy):
+    """At the end of the run, and by the page of its report."""
+    run_of(tmp_path, **planted)
+    line = line_of(capsys)
+    assert where in line
+    assert remedy in line
+    html_report.write(tmp_path)
+    assert where.replace("'", "&#39;") in (tmp_path / "report.html").read_text()
+
+
+SMALL = {"forward": 4.0, "backward": 5.0, "update": 3.0}  # of 20,000 updates
+OF_PHASES = {
+    "tiny updates": (SMALL, "100 % of the time in updates of 0.60 ms, which are mostly Python's", "compile=True"),
+    "data of tiny updates": ({**SMALL, "data": 36.0}, "75 % of the time waiting for data", WORKERS),
+    "an exchange": ({"forward": 4.0, "backward": 3.0, "communication": 7.0}, "50 % of the time exchanging", "accumulate=k"),
+    "a slow rank": ({"forward": 4.0, "step": 2.0, "waiting": 14.0}, "70 % of the time waiting for other ranks", "RankTimes"),
+}
+
+
+@pytest.mark.parametrize(("seconds", "where", "remedy"), OF_PHASES.values(), ids=OF_PHASES)
+def test_what_takes_many_updates_or_ranks_is_named_by_its_seconds(seconds, where, remedy):
+    line = advise(seconds, 20_000)
+    assert where in line
+    assert remedy in line
+
+
+@pytest.mark.parametrize(
+    ("planted", "where"),
+    [
+        ({"evaluation": 5.0}, "80 % of the time evaluating"),
+        ({"snapshot": 5.0}, "50 % of the time taking snapshots"),
+        ({"hook": 15.0}, "75 % of the time in extension 'hook'"),
+        ({"writer": 10.0}, "67 % of the time writing the log"),
+    ],
+)
+def test_extensions_that_take_long_are_named_without_a_profiler(tmp_path, capsys, planted, where):
+    """Those whose triggers do not fire in every iteration, which are timed in any run."""
+    run_of(tmp_path, profiled=False, **planted)
+    assert where in line_of(capsys)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [{}, {"forward": 10.0}, {"backward": 10.0}, {"data set": 0.1}, {"forward": 0.1, "backward": 0.1, "data set": 0.1}],
+    ids=["nothing", "a forward", "a backward", "data that take little", "a run of some seconds"],
+)
+@pytest.mark.parametrize("profiled", [True, False])
+def test_nothing_is_said_where_there_is_nothing_to_do(tmp_path, capsys, planted, profiled):
+    """Where the time goes into the model, and of runs below ten seconds."""
+    run_of(tmp_path, profiled, **planted)
+    assert line_of(capsys) is None
