@@ -23,6 +23,7 @@ __all__ = [
     "DictSummary",
     "Reporter",
     "Summary",
+    "control",
     "deterministic",
     "get_current_reporter",
     "report",
@@ -32,9 +33,15 @@ __all__ = [
     "report_text",
 ]
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    from chainring._runs.control import control as control
+else:
 
     def __getattr__(name: str) -> object:
+        if name == "control":  # which needs most of the package
+            from chainring._runs.control import control
+
+            return control
         from chainring._hints import find_missing
 
         return find_missing(__name__, name)

@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where tries.py is, which both
 
 import agreement
 import bits
+import controls
 import corruption
 import elastic
 import launched
@@ -26,7 +27,7 @@ from worlds import Bench
 
 import tries
 
-PARTS = (agreement, resumes, stores, mishaps, elastic, launched, lost, bits, corruption, slow)
+PARTS = (agreement, resumes, stores, mishaps, elastic, launched, lost, bits, corruption, slow, controls)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))

@@ -135,6 +135,7 @@ def test_a_start_says_when_where_and_from_which_iteration(tmp_path):
     before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     (start,) = run(tmp_path)["starts"]
     assert before <= datetime.datetime.fromisoformat(start.pop("time")) <= datetime.datetime.now(datetime.UTC)
+    assert len(start.pop("run")) == 16  # by which commands know it
     assert sorted(start.pop("generators")) == ["numpy", "python", "torch"]  # digests of their states
     expected = {"iteration": 0, "host": socket.gethostname(), "pid": os.getpid(), "argv": sys.argv, "changed": {}}
     assert start == expected

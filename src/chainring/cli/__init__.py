@@ -13,19 +13,21 @@ from typing import Any
 
 from chainring._messages import printable
 from chainring._version import __version__
-from chainring.cli import average, bisect, diff, export, inspect, replay, report, reproduce, thin, verify_resume
+from chainring.cli import average, bisect, control, diff, export, inspect, replay, report, reproduce, thin, verify_resume
 from chainring.cli._common import add_command, help_formatter
 from chainring.serializers._store import CorruptError, NewerFormat, Thinned
 
 _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them;
 verify that a run can be resumed; go to any of its iterations, and find the one
-in which it went wrong; make a run again from its record. Saved files are never
-changed, except by `thin`, and but for the code in that record never executed."""
+in which it went wrong; change a run that trains; make one again from its
+record. Saved files are never changed, except by `thin`, and but for the code in
+that record never executed."""
 
 _EPILOG = """\
 examples:
   chainring report result                  write a page for a browser
+  chainring control result lr=1e-4         change it while it trains
   chainring inspect result                 show the newest snapshot
   chainring verify result                  verify it, after a copy say
   chainring export result mlp.safetensors  the model, for any program
@@ -84,7 +86,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (report, inspect, verify_resume, diff, replay, bisect, reproduce, thin, export, average):
+    for module in (report, control, inspect, verify_resume, diff, replay, bisect, reproduce, thin, export, average):
         module.add_to(commands)
     purpose = "the completion of these commands in a shell"
     completion = add_command(commands, "completion", _complete, purpose, _COMPLETION, prints_json=False)

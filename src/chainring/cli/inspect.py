@@ -6,6 +6,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from chainring._places.base import StoredFile
 from chainring._runs.finished import FinishedRun, describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, show
 from chainring.serializers._safetensors import read_entries, verify_file
-from chainring.serializers._store import THINNED, CorruptError, NewerFormat, SavedSnapshot, Thinned
+from chainring.serializers._store import THINNED, CorruptError, NewerFormat, SavedSnapshot, Thinned, split
 from chainring.training._run_directory import RECORD, read_record
 
 _NOTES = ("error", "not bit-exact", "left out")
@@ -92,7 +93,14 @@ def _inspect(options: argparse.Namespace) -> None:
         "bytes": sum(size for size, _ in manifest.files.values()),
         "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
         "tensors": [tensor for file in files for tensor in _tensors_of(file)],
+        "commands": [],
     }
+    from chainring.training._control import describe_entry  # which few runs need
+
+    with suppress(OSError, ValueError):  # it was saved elsewhere than in a run
+        commands = FinishedRun(split(saved.path)[0]).record.get("commands", ())
+        done = [entry for entry in commands if "refused" not in entry and entry["iteration"] <= manifest.iteration]
+        about["commands"] = done
     epoch = f", epoch {about['epoch']}" if about["epoch"] else ""
     lines = [f"{saved.path}: iteration {about['iteration']}{epoch}"]
     if about["versions"]:
@@ -105,6 +113,7 @@ def _inspect(options: argparse.Namespace) -> None:
     lines += [f"code: {code}; `chainring reproduce` makes the run again"] if code else []
     lines += [f"{note}: {text}" for note, text in about["notes"].items()]
     lines += [f"found by an audit of the run: {fault}" for fault in about["faults"]]
+    lines += [f"commanded: {describe_entry(entry)}" for entry in about["commands"]]
     show(options, about, [*map(printable, lines), *_table(about["tensors"], about["bytes"])])
 
 

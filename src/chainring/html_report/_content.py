@@ -81,7 +81,8 @@ def drawn_run(run: Run, number_of_runs: int = 1) -> DrawnRun:
     room = MAX_POINTS if number_of_runs == 1 else min(MAX_POINTS, _MAX_POINTS_OF_SEVERAL // number_of_runs)
     full = [log for log in run.logs if log.count]
     curves = [curves_of(log, room // len(full)) for log in full]
-    marks = [start["iteration"] for start in run.starts[1:] if type(start.get("iteration")) is int]
+    commands = [command for command in run.commands if "refused" not in command]
+    marks = [mark["iteration"] for mark in [*run.starts[1:], *commands] if type(mark.get("iteration")) is int]
     data = {"logs": [script_data(of_log) for of_log in curves], "marks": marks}
     drawn, count = sum(of_log.drawn for of_log in curves), sum(of_log.count for of_log in curves)
     left_out = [key for of_log in curves for key in of_log.left_out]

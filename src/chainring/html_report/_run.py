@@ -57,6 +57,11 @@ class Run:
         return [start for start in self.record.get("starts", ()) if isinstance(start, dict)]
 
     @property
+    def commands(self) -> list[dict[str, Any]]:
+        """What `chainring.control` has commanded, refused or not."""
+        return [command for command in self.record.get("commands", ()) if isinstance(command, dict)]
+
+    @property
     def rollbacks(self) -> int:
         """The number of times that the run went back to a snapshot by itself, without a start."""
         return sum("rollback" in start for start in self.starts)

@@ -131,6 +131,35 @@ class Sources:
         indices = segments[0] if len(segments) == 1 else np.concatenate(segments)
         return indices if len(indices) == len(numbers) else indices[numbers // count - first]
 
+    def ratios(
+        self, weights: Any, repeat: bool, given: Sequence[int] = (), began: Sequence[int] = ()
+    ) -> tuple[Fraction, ...]:
+        """Return weights in the order of the sources; decimal numbers are what they are written as.
+
+        What has ended stays out: without ``repeat``, a source that has given all its examples since it began.
+        """
+        names = self.names
+        if not isinstance(weights, Mapping):
+            got = type(weights).__name__
+            raise TypeError(
+                f'weights is a mapping of a number for each name, such as {{"web": 0.7, "code": 0.3}}; got {got}'
+            )
+        if sorted(map(str, weights)) != sorted(names):
+            raise ValueError(f"weights have the names of the datasets, {names}; got {list(weights)}")
+        for name, weight in weights.items():
+            if not is_number(weight) or not 0 <= weight < math.inf:
+                raise ValueError(f"a weight is a finite number of at least 0; that of {name!r} is {weight!r}")
+            if weight and repeat and not self.sizes[names.index(name)]:
+                raise ValueError(f"source {name!r} has no examples, and a weight of {weight!r}; give it 0, or leave it out")
+        ratios = tuple(Fraction(str(float(weights[name]))) for name in names)
+        if not any(ratios):
+            raise ValueError(f"at least one weight is above 0, got {dict(weights)}")
+        ratios = tuple(ratio / sum(ratios) for ratio in ratios)
+        if repeat or not given:
+            return ratios
+        rows = zip(ratios, given, self.ends(began), strict=True)
+        return tuple(ratio if count < end else Fraction(0) for ratio, count, end in rows)
+
     def locate(self, numbers: Indices) -> list[tuple[str, int]]:
         """Return the source of each example, and its index there."""
         located = [("", 0)] * len(numbers)
@@ -255,10 +284,11 @@ class MixtureIterator(MultiprocessIterator):
         super().__init__(sources, batch_size, repeat, shuffle, max(workers, 1), seed=seed)
         self.n_processes, self.sources, self.drop_finished = workers, sources, bool(drop_finished)
         self._function = weights if callable(weights) else None
-        self._given = None if callable(weights) else self._ratios(weights)
+        self._given = None if callable(weights) else sources.ratios(weights, self.repeat)
         self._blocks: list[tuple[Anchor, Indices, Anchor]] = []  # the last two: examples after an anchor, and the next
         self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
         self._at: Place = self._begin(), 0
+        self._changes: dict[int, Place] = {}  # by position, where the weights were changed in this process
         self._numbers = np.empty(0, np.int64)  # of the examples of the last batch, of all ranks
         sources.seed_with(seed)
 
@@ -267,6 +297,22 @@ class MixtureIterator(MultiprocessIterator):
         """The weights that hold now, of all together 1."""
         weights = self._at[0].weights
         return {name: float(weight / sum(weights)) for name, weight in zip(self.sources.names, weights, strict=True)}
+
+    def change_weights(self, weights: Weights) -> None:
+        """Let other weights hold from the next batch on; nothing is lost or repeated.
+
+        Raises:
+            ValueError: the weights are those of a function, which would overwrite these; or they are not as the constructor
+                takes them, or only of sources that have ended.
+        """
+        if self._function is not None:
+            raise ValueError("the weights are those of a function, which would overwrite these; change it in the script")
+        anchor = self._anchor()
+        ratios = self.sources.ratios(weights, self.repeat, anchor.given, self._start)
+        if not any(ratios) or not any(anchor.weights):
+            raise ValueError("every source with a weight has ended; give one above 0 to a source that has not")
+        self._at = _changed(anchor, ratios), 0
+        self._changes = {**self._changes, anchor.position: self._at}
 
     @property
     def reported(self) -> dict[str, float]:
@@ -332,10 +378,7 @@ class MixtureIterator(MultiprocessIterator):
         anchor, offset = at
         if self._function is not None:
             anchor, offset = self._anchor(at), 0
-            weights = self._ratios(self._ask(anchor.position))
-            if not self.repeat:  # what has ended stays out, and is no change
-                rows = zip(weights, anchor.given, self.sources.ends(self._start), strict=True)
-                weights = tuple(weight if count < end else Fraction(0) for weight, count, end in rows)
+            weights = self.sources.ratios(self._ask(anchor.position), self.repeat, anchor.given, self._start)
             anchor = _changed(anchor, weights)
         pieces, missing = [], self.batch_size if length is None else length
         while missing and any(anchor.weights):
@@ -380,7 +423,7 @@ class MixtureIterator(MultiprocessIterator):
 
     def _begin(self) -> Anchor:
         """Return where the stream begins."""
-        weights = self._ratios(self._ask(0)) if self._given is None else self._given
+        weights = self.sources.ratios(self._ask(0), self.repeat) if self._given is None else self._given
         return Anchor(0, self._start, self._start, weights)
 
     def _anchor(self, at: Place | None = None) -> Anchor:
@@ -398,26 +441,6 @@ class MixtureIterator(MultiprocessIterator):
         with preserve_host_rng():
             return self._function(position)
 
-    def _ratios(self, weights: Any) -> tuple[Fraction, ...]:
-        """Return weights in the order of the sources; decimal numbers are what they are written as."""
-        names = self.sources.names
-        if not isinstance(weights, Mapping):
-            got = type(weights).__name__
-            raise TypeError(
-                f'weights is a mapping of a number for each name, such as {{"web": 0.7, "code": 0.3}}; got {got}'
-            )
-        if sorted(map(str, weights)) != sorted(names):
-            raise ValueError(f"weights have the names of the datasets, {names}; got {list(weights)}")
-        for name, weight in weights.items():
-            if not is_number(weight) or not 0 <= weight < math.inf:
-                raise ValueError(f"a weight is a finite number of at least 0; that of {name!r} is {weight!r}")
-            if weight and self.repeat and not self.sources.sizes[names.index(name)]:
-                raise ValueError(f"source {name!r} has no examples, and a weight of {weight!r}; give it 0, or leave it out")
-        ratios = tuple(Fraction(str(float(weights[name]))) for name in names)
-        if not any(ratios):
-            raise ValueError(f"at least one weight is above 0, got {dict(weights)}")
-        return tuple(ratio / sum(ratios) for ratio in ratios)
-
     def _go_to(self, at: Place) -> None:
         position, size = at[0].position + at[1], max(len(self.sources), 1)
         epoch, self.current_position = divmod(position, size)
@@ -431,7 +454,7 @@ class MixtureIterator(MultiprocessIterator):
         self.rewind()
 
     def rewind(self) -> None:
-        self._at, self.current_position, self._blocks = (self._begin(), 0), 0, []
+        self._at, self.current_position, self._blocks, self._changes = (self._begin(), 0), 0, [], {}
         self._restore_counters()
 
     def mark(self) -> Any:
@@ -447,6 +470,7 @@ class MixtureIterator(MultiprocessIterator):
     def indices_since(self, start: Any, stop: Any = None) -> Indices | None:
         """Return the numbers of the examples between two values of `batch_end`, as `Sources` counts them."""
         stop = self._at if stop is None else stop
+        start = self._changes.get(start[0].position + start[1], start)
         end, numbers = stop[0].position + stop[1], [np.empty(0, np.int64)]
         while (left := end - start[0].position - start[1]) > 0:
             segments, start = self._next_segments(start, min(left, self.batch_size))
@@ -491,7 +515,7 @@ class MixtureIterator(MultiprocessIterator):
             holds = "nothing is lost or repeated; the next shares are counted from here"
             announce_change(f"weights of iterator {self.name!r}", old, new, holds)
             anchor = _changed(anchor, self._given)
-        self._at, self._blocks = (anchor, 0), []
+        self._at, self._blocks, self._changes = (anchor, 0), [], {}
         self.current_position = position % max(len(self.sources), 1)
         self.sources.seed_with(seed)
         if given_seed is not None and given_seed != seed:

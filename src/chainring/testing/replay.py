@@ -243,18 +243,24 @@ class Replay(Observer):
         self._is_over = False
         self._batches = BatchIndices(trainer.updater)
         self.last_batches: dict[str, Any] = {}  # what the iteration with which it ends has taken
-        self.may_go_back = any(  # to a snapshot
+        may_go_back = any(  # to a snapshot
             isinstance(entry.extension, FailOnNonNumber) and entry.extension.policy != "skip" for entry in trainer.entries
         )
+        self.commands = [command for command in read_record(run).get("commands", ()) if "refused" not in command]
         trainer.out = str(directory / "out")
         os.makedirs(trainer.out)
-        self._staged = directory / "snapshot" if self.may_go_back else None  # has a copy, to which a rollback may go back
+        self._staged = directory / "snapshot" if may_go_back else None  # has a copy, to which a rollback may go back
         self.origin = _load_nearest(trainer, run, latest, self._staged, needs_same_bits)
         if trainer.updater.iteration > until:
             raise NoReplay(
                 f"the trainer begins after iteration {trainer.updater.iteration}, and there is no snapshot of iteration "
                 f"{until} or before in {run}: the script loads a state itself; give the arguments with which it began"
             )
+
+    @property
+    def may_go_back(self) -> bool:
+        """True if a check of the numbers may send the run back to a snapshot."""
+        return self._staged is not None
 
     def run(self, run_trainer: Callable[[Trainer], None]) -> None:
         """Run the trainer by its own ``run`` until the iteration is over; raise `NoReplay` where it ends before."""

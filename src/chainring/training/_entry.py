@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -178,9 +178,11 @@ class Observer:
 
     Attributes:
         is_replay: True if the run repeats iterations of an earlier one, so that no results are sent to services.
+        commands: those that the earlier run has carried out, as its record has them.
     """
 
     is_replay = False
+    commands: Sequence[dict[str, Any]] = ()
 
     def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
         """Return True to end the run before the next iteration; ``ends()`` asks the signals and the stop trigger."""

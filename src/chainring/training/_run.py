@@ -54,7 +54,10 @@ if TYPE_CHECKING:
     from chainring._places.remote import RemotePlace
 
 logger = logging.getLogger("chainring")
-_FIRST_END = 1  # ranks compare 0 for no signal, 1 for a snapshot of a run that continues, this plus a signal that ends it
+_COMMANDS, _SNAPSHOT = (
+    1,
+    2,
+)  # ranks compare 0 for nothing, or what is asked for; or the latter plus a signal that ends the run
 _State = tuple[int, Callable[[], None]]
 """The iteration of a saved state, and what loads it."""
 
@@ -77,6 +80,7 @@ class Run:
         self._lost: set[tuple[int, str]] = set()  # the processes of ranks that were lost, by number and host
         self.spent = defaultdict[str, float](float)  # seconds in extensions that are not called in every iteration, by name
         self._notes: dict[str, str] = {}  # for `run.json`: why the run has begun again by itself
+        self.commands = Commands()
 
     def open(self, trainer: Trainer) -> None:
         """Take ``out`` for this process, compare the ranks, load the newest state, and start from it."""
@@ -97,7 +101,7 @@ class Run:
                 self._remote.claim(trainer.out)
                 self.store = Snapshots(self._remote)
             self.store = trainer.store
-            self._directory = RunDirectory(trainer.out, self.store)
+            self._directory = RunDirectory(trainer.out, self.store, trainer.interruption.request_commands)
         if several:
             check_agreement(trainer)
             check_out(trainer.store, trainer.comm)
@@ -144,7 +148,8 @@ class Run:
                 _visit_parts(DictionaryDeserializer(state.target), trainer)
                 if trainer.comm.is_main and self._directory is None:
                     self.store = trainer.store
-                    self._directory = RunDirectory(trainer.out, self.store, self._lost)
+                    tell = trainer.interruption.request_commands
+                    self._directory = RunDirectory(trainer.out, self.store, tell, self._lost)
                 self._start(trainer, trainer.entries, None, goes_on=True)
                 return
             except RanksLost as another:
@@ -220,8 +225,13 @@ class Run:
             self.loaded_state.conclude(trainer)
             trainer.comm.barrier()  # until all have loaded, rank 0 must not move snapshots or cut back the log
             self.started_at = self.started_at or time.monotonic()
-            if self._directory is not None:
-                self._claim_directory(trainer, self._directory)
+            recorded = [] if self._directory is None else self._claim_directory(trainer, self._directory)
+            if trainer.comm.world.size > 1:
+                recorded = trainer.comm.world.broadcast_object(recorded)
+        if trainer.is_replaying:
+            recorded = trainer.replayed_commands
+        self.commands.again = recorded[len(self.commands.done) :]
+        trainer.interruption.needs_answer |= bool(self.commands.again)
         prepare(trainer)
         self._started_triggers = []
         self.initialize_trigger(trainer.stop_trigger, trainer)
@@ -250,8 +260,8 @@ class Run:
             generators = trainer.comm.broadcast_object(_random.get_rng_state(trainer.updater))
             _random.set_rng_state(generators, trainer.updater)
 
-    def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> None:
-        """Move away in ``out`` what belongs to other runs, and record this start there."""
+    def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> list[dict[str, Any]]:
+        """Move away in ``out`` what belongs to other runs, and record this start there; return the commands recorded."""
         targets: dict[str, Any] = {}  # by the name of a snapshot
         for entry in trainer.entries:
             for name in entry.optional("writes") if entry.is_snapshot else ():
@@ -267,18 +277,32 @@ class Run:
                 archive = directory.move(list(written), "previous")
                 info(f"{store} holds an earlier run: {list_names(written, 6)} moved to {archive}")
             write_record(trainer, {}, names, loaded.changes)
-            return
+            return []
+        done = self.commands.done
         if loaded.directory is not None and loaded.place not in (None, store.place):
             # A restart with `autoload` would else continue the run that was here, if this one is killed before it has saved.
             cut_at = -1
             if moved := directory.abandon(written, -1):
                 info(f"resumed from {loaded.place}: of the run that was in {store}, {moved}")
-            earlier = read_record(loaded.directory) or earlier
+            earlier = dict(read_record(loaded.directory) or earlier, commands=done)
         elif moved := directory.abandon(written, iteration):
             info(f"resumed at iteration {iteration}: the later {moved}")
         if left := [name for name in written if name not in names and written[name] is None]:
             directory.cut_back(left, cut_at)
+        commands = [command for command in earlier.get("commands", ()) if "refused" not in command]
+        if [command["id"] for command in commands[: len(done)]] != [command["id"] for command in done]:
+            commands = done  # the record is that of a run which has gone another way since
+            earlier = {**earlier, "commands": done}
         write_record(trainer, earlier, known, loaded.changes, self._notes)
+        return commands
+
+
+class Commands:
+    """What was commanded to a run that trains, as its record has it; `training._control` carries it out."""
+
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []  # those that have acted on the state, and are saved with it
+        self.again: list[dict[str, Any]] = []  # those that come after them in the record, to be carried out again
 
 
 def _visit_parts(serializer: AbstractSerializer, trainer: Trainer) -> None:
@@ -397,7 +421,7 @@ class Interruption:
     inner run continues to its end, and the signal ends the outer one.
 
     Args:
-        continues_after_sigusr1: True if SIGUSR1 only sets `needs_snapshot`, and the run continues.
+        continues_after_sigusr1: True if SIGUSR1 only asks for a snapshot, and the run continues.
     """
 
     _entered: ClassVar[list[Interruption]] = []
@@ -405,16 +429,16 @@ class Interruption:
     def __init__(self, comm: Communicator | None = None, *, continues_after_sigusr1: bool = False) -> None:
         self.signum: int | None = None  # the first signal; of several ranks, the largest that any received
         self.ends_run = False  # True when the run ends because of it: at once in one process, or when the ranks agree
-        self.needs_snapshot = False  # True when a snapshot is asked for, of a run that continues
-        self.lacks_snapshot = False  # True if one was lost with rank 0
-        self.needs_answer = False  # True if one of them has become true since the trainer has reacted
+        # What else is asked for: a "snapshot" of a run that continues, a "lost snapshot" again, or to read "commands".
+        self.wants = set[str]()
+        self.needs_answer = False  # True if there is anything to which the trainer has not reacted yet
         self.continues_after_sigusr1 = continues_after_sigusr1
         self._comm = comm or Communicator()
         self.is_shared = self._comm.world.size > 1  # several ranks have to agree
         self.is_nested = False  # True for a run inside an iteration of another one
         self.is_acknowledged = False  # True once a nested run has saved its state
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
-        self._has_request = False  # for a snapshot, of which the other ranks do not know yet
+        self._requests: list[int] = []  # of which the other ranks do not know yet
         self._sigint_count = 0
         self._handlers: dict[int, Any] = {}  # by signal, the handlers that this one replaces
         self._pid = os.getpid()
@@ -447,8 +471,7 @@ class Interruption:
         if os.getpid() != self._pid:
             return  # a forked worker has inherited this handler, and its trainer decides
         if signum == signal.SIGUSR1 and self.continues_after_sigusr1:
-            self._has_request = self.is_shared
-            self.needs_snapshot = self.needs_snapshot or not self.is_shared
+            self._request(_SNAPSHOT)
         else:
             self._sigint_count += signum == signal.SIGINT
             is_first, self.signum = self.signum is None, self.signum or signum
@@ -468,29 +491,42 @@ class Interruption:
     def begin_anew(self) -> None:
         """Forget a comparison that is under way, of more ranks than there are now; what it may have told is told again."""
         self._read_maximum = lambda: 0
-        self._has_request = self.continues_after_sigusr1
+        self._requests.append(_SNAPSHOT if self.continues_after_sigusr1 else _COMMANDS)
 
     def replace_snapshot(self) -> None:
         """Let a snapshot be taken before the next iteration, in place of one that rank 0 has not completed."""
-        self.lacks_snapshot = self.needs_answer = True
+        self.wants.add("lost snapshot")
+        self.needs_answer = True
+
+    def request_commands(self) -> None:
+        """Let commands be read before one of the next iterations; any thread may call it."""
+        self._request(_COMMANDS)
+
+    def _request(self, request: int) -> None:
+        if self.is_shared:
+            self._requests.append(request)
+        else:
+            self.wants.add("snapshot" if request == _SNAPSHOT else "commands")
+            self.needs_answer = True
 
     def compare(self) -> None:
         """Begin to compare what the ranks have received, and read the result of the comparison before."""
-        received = _FIRST_END + self.signum if self.signum else int(self._has_request)
-        self._has_request = False
+        received = _SNAPSHOT + self.signum if self.signum else 0
+        while self._requests:  # to which a signal or a thread may add
+            received = max(received, self._requests.pop())
         read, self._read_maximum = self._read_maximum, self._comm.start_max(received)
         agreed = read()
-        if agreed > _FIRST_END:
-            self.signum, self.ends_run = agreed - _FIRST_END, True
-        elif agreed:
-            self.needs_snapshot = True
+        if agreed > _SNAPSHOT:
+            self.signum, self.ends_run = agreed - _SNAPSHOT, True
+        elif agreed:  # commands are looked for in any case, which another request may have hidden
+            self.wants |= {"snapshot", "commands"} if agreed == _SNAPSHOT else {"commands"}
         self.needs_answer = self.needs_answer or agreed > 0
 
     def settle(self) -> None:
         """Drop, at the end of the loop, a signal that came too late for several ranks to agree upon."""
         if self.is_shared:
             agreed = self._read_maximum()
-            self.signum = agreed - _FIRST_END if agreed > _FIRST_END else None
+            self.signum = agreed - _SNAPSHOT if agreed > _SNAPSHOT else None
 
     def error(self) -> BaseException:
         """Return what ends the run; in a notebook, whose kernel must continue, SIGINT stays a KeyboardInterrupt."""

@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 import socket
-from collections.abc import Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from string import Formatter
@@ -39,6 +41,8 @@ from chainring.training._settings import Settings, as_json, to_record
 from chainring.training._unsaved import checksum
 
 RECORD = "run.json"
+CONTROL = "control.jsonl"
+"""The file of what `chainring.control` commands; the run only reads it."""
 _FORMAT = 1
 _TYPES = {"config": dict, "versions": dict, "files": list, "starts": list}
 _MAX_SHOWN = 6
@@ -47,6 +51,7 @@ _DIGITS = frozenset("0123456789")
 _COUNTS = {"iteration": _DIGITS, "epoch": _DIGITS, "epoch_detail": _DIGITS | frozenset(".e+-")}
 _LARGEST_RECORD = 16 << 20  # bytes
 _MAX_FIELDS = 1000  # of all names in a record
+_LOOK = 1.0  # seconds between two looks at the file of commands
 
 
 def resolve_out(out: str) -> tuple[str, str | None]:
@@ -75,9 +80,16 @@ class RunDirectory:
     The processes that were ``lost`` are no others, each given by its number and its host.
 
     It is created, and unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
+    Until it is released, a thread looks for commands, and will ``tell`` of them.
     """
 
-    def __init__(self, out: str | os.PathLike[str], store: Snapshots, lost: Collection[tuple[int, str]] = ()) -> None:
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        store: Snapshots,
+        tell: Callable[[], None],
+        lost: Collection[tuple[int, str]] = (),
+    ) -> None:
         self.path, self._store = Path(out), store
         try:
             os.makedirs(out, exist_ok=True)
@@ -87,12 +99,37 @@ class RunDirectory:
         except OSError as error:
             rule = f"out must be a writable directory ({error.strerror}); choose another out"
             raise OSError(error.errno, rule, os.fspath(out)) from None
-        self.release = DirectoryLock(out, lost).release
+        self._unlock = DirectoryLock(out, lost).release
         try:
             self._store.sweep()
         except BaseException:
-            self.release()
+            self._unlock()
             raise
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, args=(tell,), name="chainring-control", daemon=True)
+        self._thread.start()
+
+    def _look(self, tell: Callable[[], None]) -> None:
+        """Tell, once a second at most, that the file of commands has changed; nobody waits for this."""
+        files, seen = self._store.files, None
+        if not files.is_local and self._ended.wait(_LOOK):  # a request that a short run does without
+            return
+        while True:
+            with suppress(OSError, ValueError):  # there is none, or the store does not answer
+                status = os.lstat(self.path / CONTROL) if files.is_local else None
+                state = (status.st_mtime_ns, status.st_size, status.st_ino) if status else (files.open(CONTROL).size,)
+                if state != seen:
+                    tell()
+                seen = state
+            if self._ended.wait(_LOOK):
+                return
+
+    def release(self) -> None:
+        """Let others write there."""
+        self._ended.set()
+        if self._store.files.is_local:  # a store may take its time to answer
+            self._thread.join()
+        self._unlock()
 
     def abandon(self, written: Mapping[str, float | None], iteration: int) -> str:
         """Move the snapshots of later iterations to ``abandoned/<n>``; return in words what was moved.
@@ -269,6 +306,13 @@ def parse_record(path: Path) -> dict[str, Any]:
     wrong = [key for key, cls in _TYPES.items() if not isinstance(record.get(key), cls)]
     if wrong or not all(isinstance(start, dict) for start in record["starts"]):
         raise ValueError(f"these entries are not of the type that was written: {wrong or ['starts']}")
+    types = {"id": str, "iteration": int, "command": str}
+    commands = record.get("commands", [])
+    if not isinstance(commands, list) or not all(
+        isinstance(command, dict) and all(isinstance(command.get(key), cls) for key, cls in types.items())
+        for command in commands
+    ):
+        raise ValueError("commands is a list of those that were carried out or refused")
     if not all(isinstance(name, str) for name in record["files"]):
         raise ValueError("files is a list of names")
     if sum(NamePattern(name).fields for name in record["files"]) > _MAX_FIELDS:
@@ -320,8 +364,10 @@ def write_record(
         **({"differs": others} if others else {}),
         **({"postprocessed": postprocessed} if postprocessed else {}),
         **({} if earlier else {"generators": {name: checksum(state) for name, state in generators.items()}}),
+        **({} if earlier else {"run": secrets.token_hex(8)}),  # by which commands know it
         **notes,
     }
     begun = {"reproduction": needed, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}
-    record = {"format": _FORMAT, **settings, **begun}
+    commands = {"commands": earlier["commands"]} if earlier.get("commands") else {}
+    record = {"format": _FORMAT, **settings, **begun, **commands}
     replace_file(Path(trainer.out) / RECORD, json.dumps(record, indent=1) + "\n")

@@ -82,6 +82,9 @@ class Settings(dict[str, Any]):
                 if isinstance(entry, dict):
                     text = f"{entry.get('class')} with {entry.get('trigger')}, priority {entry.get('priority')}"
                     settings[f"plan.{entry.get('name')}"] = text
+        for command in record.get("commands", ()):
+            if "refused" not in command:
+                settings.setdefault(f"commanded after iteration {command['iteration']}", []).append(command["command"])
         for start in record.get("starts", ()):
             changed = start.get("changed")
             for name, values in changed.items() if isinstance(changed, dict) else ():
@@ -132,7 +135,9 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
         }
         for entry in sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # in the order in which they run
     ]
+    mixtures = {name: each.sources.names for name, each in iterators.items() if hasattr(each, "change_weights")}
     return {
+        **({"mixtures": mixtures} if mixtures else {}),
         **withhold(json.dumps({"config": as_json(trainer.config), "argv": sys.argv})),
         "git_commit": code["source"]["commit"],
         "versions": _environment.versions(),

@@ -132,6 +132,10 @@ class Extension(Stateful):
     def observe(self, trainer: Trainer) -> None:
         """Read the observation; called in every iteration, in order of priority, before the trigger is checked."""
 
+    def sets_lr(self, optimizer: Any) -> bool:
+        """Return True if it sets the learning rate of this optimizer, so that nobody else does."""
+        return False
+
     def observe_start(self, trainer: Trainer) -> None:
         """Read the values that extensions with ``invoke_before_training`` reported before training.
 

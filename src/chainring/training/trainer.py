@@ -30,6 +30,7 @@ from chainring.serializers.protocol import (
     announce_change,
     printing_changes,
     visit_if_stateful,
+    visit_optional,
     visit_setting,
 )
 from chainring.training import _preview
@@ -191,6 +192,11 @@ class Trainer(Stateful):
         return any(observer.is_replay for observer in self._observers)
 
     @property
+    def replayed_commands(self) -> list[dict[str, Any]]:
+        """The commands that the run has carried out which a replay repeats."""
+        return [command for observer in self._observers if observer.is_replay for command in observer.commands]
+
+    @property
     def entries(self) -> list[Entry]:
         """The registered extensions in the order in which they run, each with its name, trigger and priority."""
         return sorted(self._entries.values(), key=lambda entry: -entry.priority)
@@ -323,7 +329,7 @@ class Trainer(Stateful):
                         except RollBack as reason:
                             run.roll_back(self, reason)
                     run.repeat(self, self.interruption.settle) if self.comm.survives else self.interruption.settle()
-                    _take_final_snapshots(self, None if self.interruption.is_nested else self.interruption.signum)
+                    _take_final_snapshots(self, None if self.interruption.is_nested else _signal_name(self.interruption))
             except BaseException as error:
                 failure = run.explain(self, error)
             failure = run.close(self, failure)
@@ -453,6 +459,12 @@ class Trainer(Stateful):
             identities = {row.name: [row.kind[0], *map(list, row.texts), row.trigger] for row in here}
             identities = serializer("extension_identities", identities)
 
+            if is_loading or run.commands.done:
+                run.commands.done = visit_optional(serializer, "commands", [] if is_loading else run.commands.done)
+            if is_loading and run.commands.done:
+                from chainring.training._control import restore_stop_trigger  # which few runs need
+
+                restore_stop_trigger(self, run.commands.done)
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             visit_setting(serializer, "stop_trigger_setting", describe(self.stop_trigger, as_setting=True), "stop trigger")
             generators = _visit_generators(serializer["generators"], self, loaded.generators)
@@ -515,23 +527,45 @@ def _ends(trainer: Trainer) -> bool:
 
 
 def _answer(trainer: Trainer) -> bool:
-    """React to a signal: return True if it ends the run, else take the snapshots that it asks for."""
-    interruption = trainer.interruption
+    """React to a signal or a command: return True if it ends the run, else do what it asks for."""
+    interruption, commands = trainer.interruption, trainer._run.commands
     interruption.needs_answer = False  # at first, since another signal may come while snapshots are taken
-    needs_snapshot, interruption.needs_snapshot = interruption.needs_snapshot, False
-    lacks_snapshot, interruption.lacks_snapshot = interruption.lacks_snapshot, False
     if interruption.ends_run and not interruption.is_nested:
         interruption.needs_answer = True
         return True
+    wants = {want for want in ("snapshot", "lost snapshot", "commands") if want in interruption.wants}
+    interruption.wants -= wants
     if interruption.ends_run and not interruption.is_acknowledged:  # inside another run, which will end
         interruption.is_acknowledged = True
-        _take_final_snapshots(trainer, interruption.signum, "this run is inside another one, and continues to its end")
-    elif needs_snapshot:
-        _take_final_snapshots(trainer, signal.SIGUSR1, "the run continues")
-    elif lacks_snapshot:
+        _take_final_snapshots(
+            trainer, _signal_name(interruption), "this run is inside another one, and continues to its end"
+        )
+    elif "snapshot" in wants:
+        _take_final_snapshots(trainer, signal.SIGUSR1.name, "the run continues")
+    elif "lost snapshot" in wants:
         _take_final_snapshots(trainer, None)
     trainer.is_final_snapshot = False
+    if ("commands" in wants or commands.again) and _carry_out(trainer, "commands" in wants):
+        return True
+    interruption.needs_answer |= bool(commands.again)
     return interruption.ends_run and not interruption.is_nested
+
+
+def _carry_out(trainer: Trainer, has_news: bool) -> bool:
+    """Carry out the commands that are due before the next iteration; return True if one of them ends the run."""
+    from chainring.training._control import due_commands  # which few runs need
+
+    ends = False
+    for kind, name in due_commands(trainer, trainer._run.commands, has_news):
+        if kind == "call" and not trainer._entries[name].is_snapshot:
+            trainer.extension_name = name
+            _step_of(trainer._entries[name], trainer)[3]()
+            trainer.extension_name = None
+        elif kind in ("call", "snapshot") or not trainer.is_replaying:  # a replay goes on to where the run was resumed
+            ends |= kind == "stop"
+            _take_final_snapshots(trainer, f"control: {kind}", "" if kind == "stop" else "the run continues", name)
+            trainer.is_final_snapshot = False
+    return ends
 
 
 def _try_state(snapshots: list[_Step], trainer: Trainer) -> bool:
@@ -589,18 +623,26 @@ def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
             entry.is_due = False
 
 
-def _take_final_snapshots(trainer: Trainer, signum: int | None, continuation: str = "") -> None:
-    """Take all snapshots if a signal has come, and tell what they have saved; else those with ``autoload``."""
+def _signal_name(interruption: Interruption) -> str | None:
+    return None if interruption.signum is None else signal.Signals(interruption.signum).name
+
+
+def _take_final_snapshots(trainer: Trainer, cause: str | None, continuation: str = "", name: str = "") -> None:
+    """Take all snapshots, or that of a name, if a signal or a command is the cause, and tell what they have saved.
+
+    Without a cause those with ``autoload`` are taken.
+    """
     trainer.is_final_snapshot = True
     iteration, snapshots = trainer.updater.iteration, [entry for entry in trainer.entries if entry.is_snapshot]
-    due = [entry for entry in snapshots if signum is not None or entry.optional("autoload")]
+    asked = [entry for entry in snapshots if cause is not None or entry.optional("autoload")]
+    due = [entry for entry in asked if name in ("", entry.name)]
     try:
         if due:
             _take_snapshots(trainer, [_step_of(entry, trainer) for entry in due])
-        for entry in due if signum is not None else ():  # only what is on the disk is reported as saved
+        for entry in due if cause is not None else ():  # only what is on the disk is reported as saved
             entry.optional("wait")()
     finally:
-        if signum is not None:
+        if cause is not None:
             ends = "comes in" if continuation else "ends the run after"
             rest = f"; {continuation}" if continuation else ""
             written = [entry.optional("saved_iteration") for entry in snapshots]
@@ -614,7 +656,7 @@ def _take_final_snapshots(trainer: Trainer, signum: int | None, continuation: st
                     "its state is not saved, because no snapshot extension has written one of the trainer: they save other "
                     f"objects, their condition was false, or the write failed{newest}"
                 )
-            info(f"{signal.Signals(signum).name} {ends} iteration {iteration}: {saved}{rest}", follows_signal=True)
+            info(f"{cause} {ends} iteration {iteration}: {saved}{rest}", follows_signal=True)
 
 
 def _describe_finished(trainer: Trainer) -> str:

@@ -152,6 +152,9 @@ class LRScheduler(Extension):
                 else:
                     set_value(group, key, value)
 
+    def sets_lr(self, optimizer: Any) -> bool:
+        return optimizer is self._optimizer
+
     def observe(self, trainer: Trainer) -> None:
         if self.monitor is not None:
             self._means.observe(trainer)

@@ -73,6 +73,9 @@ class Shift(Extension):
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return (name_of(self.optimizer, trainer.updater), self.attr)
 
+    def sets_lr(self, optimizer: Any) -> bool:
+        return self.attr == "lr" and optimizer is self._running_optimizer
+
     def initialize(self, trainer: Trainer) -> None:
         name = "main" if self.optimizer is None else self.optimizer
         optimizer: Any = trainer.updater.get_optimizer(name) if isinstance(name, str) else name

@@ -170,7 +170,7 @@ class IntervalTrigger(Trigger):
         saved_crossed, saved_period = serializer("crossed", self._crossed), serializer("period", period)
         # Settings are never state: a saved count of other multiples says nothing, and the trigger starts from here.
         if not isinstance(serializer, Serializer):
-            self.forget()
+            self._crossed, self._next_check = None, -math.inf
             if saved_crossed is not None and list(saved_period) == period:
                 self._set_crossed(saved_crossed, fires=self._answer)
 
