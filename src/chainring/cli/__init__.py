@@ -21,8 +21,8 @@ _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them;
 verify that a run can be resumed; go to any of its iterations, and find the one
 in which it went wrong; change a run that trains; make one again from its
-record. Saved files are never changed, except by `thin`, and but for the code in
-that record never executed."""
+record. Saved files are never changed, except by `thin`, and but for the code
+in that record never executed."""
 
 _EPILOG = """\
 examples:
