@@ -229,7 +229,7 @@ class Run:
             if trainer.comm.world.size > 1:
                 recorded = trainer.comm.world.broadcast_object(recorded)
         if trainer.is_replaying:
-            recorded = trainer.replayed_commands
+            recorded = self.commands.replayed
         self.commands.again = recorded[len(self.commands.done) :]
         trainer.interruption.needs_answer |= bool(self.commands.again)
         prepare(trainer)
@@ -302,6 +302,7 @@ class Commands:
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []  # those that have acted on the state, and are saved with it
+        self.replayed: list[dict[str, Any]] = []  # those of the run that this one repeats
         self.again: list[dict[str, Any]] = []  # those that come after them in the record, to be carried out again
 
 

@@ -192,11 +192,6 @@ class Trainer(Stateful):
         return any(observer.is_replay for observer in self._observers)
 
     @property
-    def replayed_commands(self) -> list[dict[str, Any]]:
-        """The commands that the run has carried out which a replay repeats."""
-        return [command for observer in self._observers if observer.is_replay for command in observer.commands]
-
-    @property
     def entries(self) -> list[Entry]:
         """The registered extensions in the order in which they run, each with its name, trigger and priority."""
         return sorted(self._entries.values(), key=lambda entry: -entry.priority)
@@ -398,6 +393,7 @@ class Trainer(Stateful):
         An extension that looks on adds itself when it is initialized.
         """
         self._observers = [*self._observers, observer]
+        self._run.commands.replayed += observer.commands
         return lambda: setattr(self, "_observers", [other for other in self._observers if other is not observer])
 
     def initialize_trigger(self, trigger: Callable[[Trainer], bool]) -> None:
