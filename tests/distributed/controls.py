@@ -39,7 +39,8 @@ def train(comm, out, wanted):
 
     def is_over(trainer):
         done = commanded.recorded(out) if trainer.comm.is_main and trainer.updater.iteration % 20 == 0 else []
-        if len(done) == wanted and trainer.updater.iteration >= done[-1]["iteration"] + REST:
+        is_told = "stop" in chainring.control(out).split() if len(done) == wanted else False
+        if len(done) == wanted and not is_told and trainer.updater.iteration >= done[-1]["iteration"] + REST:
             chainring.control(out, "stop")
 
     def rest(trainer):

@@ -105,6 +105,20 @@ def test_a_commanded_stop_trigger_holds_until_the_script_changes(tmp_path):
         assert resumed.updater.iteration == end
 
 
+def test_of_commands_given_together_the_last_holds(tmp_path):
+    """Each says what the one before has left; a stop trigger replaces that of the command before."""
+    given = ('stop=(2, "iteration")', "lr=0.05", 'stop=(1000000000, "iteration")', "lr=0.01", 'stop=(1, "iteration")')
+    trainer = build(tmp_path, 10**6, Commands(tmp_path, *given))
+    trainer.run()
+    entries = recorded(tmp_path)
+    assert trainer.updater.iteration == entries[0]["iteration"]
+    assert bits(trainer)[2] == [0.01]
+    assert [entry["was"] for entry in entries] == [
+        "ReachedTrigger(1000000, 'iteration')", 0.1, "ReachedTrigger(2, 'iteration')", 0.05,
+        "ReachedTrigger(1000000000, 'iteration')",
+    ]  # fmt: skip
+
+
 def test_stop_takes_all_snapshots_and_ends_the_run(tmp_path, capsys):
     """And a snapshot is taken where one is asked for; a run that is started again goes on."""
     commands = Commands(tmp_path, "snapshot", "stop")

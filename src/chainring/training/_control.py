@@ -155,7 +155,7 @@ def due_commands(trainer: Trainer, commands: Any, has_news: bool) -> Iterator[tu
     """
     iteration, recorded = trainer.updater.iteration, len(commands.again)
     if has_news:
-        news = _record_news(trainer) if trainer.comm.is_main else []
+        news = _record_news(trainer, commands.again) if trainer.comm.is_main else []
         commands.again += trainer.comm.world.broadcast_object(news) if trainer.comm.world.size > 1 else news
     while commands.again and commands.again[0]["iteration"] <= iteration:
         entry, recorded = commands.again[0], recorded - 1
@@ -196,8 +196,11 @@ def restore_stop_trigger(trainer: Trainer, done: Iterable[Mapping[str, Any]]) ->
             trainer.stop_trigger = get_stop_trigger(command.value)
 
 
-def _record_news(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return the commands that nobody has carried out yet, when they are recorded; say which are refused."""
+def _record_news(trainer: Trainer, again: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the commands that nobody has carried out yet, when they are recorded; say which are refused.
+
+    They come after those that are to be carried out ``again``.
+    """
     path, files = Path(trainer.out) / RECORD, trainer.store.files
     try:
         if not files.is_local and files.open(CONTROL).size > LARGEST:
@@ -206,7 +209,9 @@ def _record_news(trainer: Trainer) -> list[dict[str, Any]]:
         requests, wrong = parse_requests(content, record := parse_record(path))
         if wrong:
             info(f"control: {wrong} line{'s' * (wrong > 1)} of {CONTROL} are no commands, and are ignored")
-        entries = [_judge(trainer, request) for request in requests]
+        entries = list[dict[str, Any]]()
+        for request in requests:
+            entries.append(_judge(trainer, request, [*again, *(entry for entry in entries if "refused" not in entry)]))
         if entries:
             with atomic_write(path, durable=True) as file:
                 record["commands"] = [*record.get("commands", ()), *entries]
@@ -223,14 +228,21 @@ def _record_news(trainer: Trainer) -> list[dict[str, Any]]:
     return [entry for entry in entries if "refused" not in entry]
 
 
-def _judge(trainer: Trainer, request: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entry of a command in the record."""
+def _judge(trainer: Trainer, request: Mapping[str, str], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entry of a command in the record; those ``before`` it are not carried out yet."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    entry = {"id": request["id"], "time": now, "iteration": trainer.updater.iteration, "command": request["command"].strip()}
+    iteration = max([trainer.updater.iteration, *(entry["iteration"] for entry in before)])
+    entry = {"id": request["id"], "time": now, "iteration": iteration, "command": request["command"].strip()}
     try:
-        was = _check(trainer, parse(request["command"]))
+        command = parse(request["command"])
+        was = _check(trainer, command)
     except ValueError as error:
         return {**entry, "refused": str(error)}
+    for earlier in map(parse, (entry["command"] for entry in before)):
+        if earlier.kind == command.kind == "stop at":
+            was = describe(get_stop_trigger(earlier.value), as_setting=True)
+        elif earlier.kind == command.kind and was is not None:
+            was = earlier.value
     return entry if was is None else {**entry, "was": was}
 
 
