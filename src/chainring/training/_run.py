@@ -284,15 +284,15 @@ class Run:
             cut_at = -1
             if moved := directory.abandon(written, -1):
                 info(f"resumed from {loaded.place}: of the run that was in {store}, {moved}")
-            earlier = dict(read_record(loaded.directory) or earlier, commands=done)
+            earlier = read_record(loaded.directory) or earlier
         elif moved := directory.abandon(written, iteration):
             info(f"resumed at iteration {iteration}: the later {moved}")
         if left := [name for name in written if name not in names and written[name] is None]:
             directory.cut_back(left, cut_at)
         commands = [command for command in earlier.get("commands", ()) if "refused" not in command]
-        if [command["id"] for command in commands[: len(done)]] != [command["id"] for command in done]:
+        if cut_at < 0 or [command["id"] for command in commands[: len(done)]] != [command["id"] for command in done]:
             commands = done  # the record is that of a run which has gone another way since
-            earlier = {**earlier, "commands": done}
+            earlier = {**earlier, "commands": done} if earlier else {}
         write_record(trainer, earlier, known, loaded.changes, self._notes)
         return commands
 

@@ -103,7 +103,7 @@ class Throughput(_Measurement):
                 f"the part; got peak_flops={peak_flops!r}, flops={flops!r}"
             )
         self._callbacks: UpdateCallbacks | None = None
-        self._kept = _KeptTime()
+        self._kept, self._batches = _KeptTime(), _Batches()
         self._flops: UpdateFlops | None = None
         self._undo = ExitStack()
         if flops or peak_flops is not None:
@@ -113,9 +113,9 @@ class Throughput(_Measurement):
 
     def _reset(self) -> None:
         self._started_at = time.monotonic()
-        self._iterations = self._examples = self._examples_of_update = 0
+        self._iterations = self._examples = 0
         self._tokens: Any = 0  # a tensor if weights are, so that none of them is read
-        self._are_counted = True
+        self._batches.of_update, self._batches.are_counted = 0, True
 
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
@@ -123,11 +123,12 @@ class Throughput(_Measurement):
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
             self._callbacks = callbacks
-            callbacks.add("batch_on_finish", self._count_examples)
-            self._undo.callback(callbacks.remove, "batch_on_finish", self._count_examples)
+            callbacks.add("batch_on_finish", self._batches.count)
+            self._undo.callback(callbacks.remove, "batch_on_finish", self._batches.count)
         if self._flops is not None:
             name = trainer.extension_name or self.default_name
             self.reported_keys = (f"{name}/model_flops_per_second", f"{name}/mfu")
+            self._batches.flops = self._flops
             self._flops.begin(trainer)
             self._undo.callback(trainer.watch(self._flops))
         self._kept.begin(trainer, self._accelerator)
@@ -139,24 +140,12 @@ class Throughput(_Measurement):
         self._undo.close()
         self._callbacks = None
 
-    def _count_examples(self, context: UpdateContext) -> None:
-        if self._flops is not None:
-            self._flops.count_batch(context)
-        if context.examples is None:
-            self._are_counted = False
-        else:
-            self._add_examples(context.examples)
-            undo_if_computed_again(functools.partial(self._add_examples, -context.examples))
-
-    def _add_examples(self, examples: int) -> None:
-        self._examples_of_update += examples
-
     def observe(self, trainer: Trainer) -> None:
         self._iterations += 1
         if self._callbacks is None:
             return
-        self._examples_of_first = self._examples_of_first or self._examples_of_update
-        self._examples, self._examples_of_update = self._examples + self._examples_of_update, 0
+        self._examples_of_first = self._examples_of_first or self._batches.of_update
+        self._examples, self._batches.of_update = self._examples + self._batches.of_update, 0
         weight = trainer.updater.weight
         self._tokens = self._tokens + (weight.detach() if isinstance(weight, Tensor) else weight)
 
@@ -176,12 +165,12 @@ class Throughput(_Measurement):
         values = {"iterations_per_second": self._iterations / seconds}
         # What the updates weigh that have neither batches nor weights.
         units = self._iterations * (getattr(trainer.updater, "virtual_ranks", None) or len(trainer.comm.data_ranks))
-        if self._callbacks is not None and self._are_counted:
+        if self._callbacks is not None and self._batches.are_counted:
             values["examples_per_second"] = examples / seconds
         if self._callbacks is not None and tokens not in (examples, units):
             values["tokens_per_second"] = tokens / seconds
         if all(gathered[rank][4] for rank in trainer.comm.data_ranks):
-            is_in_proportion = self._are_counted and examples_of_first > 0
+            is_in_proportion = self._batches.are_counted and examples_of_first > 0
             updates = examples / examples_of_first if is_in_proportion else self._iterations
             values["model_flops_per_second"] = flops_of_first * updates / seconds
             if all(gathered[rank][5] for rank in trainer.comm.data_ranks):
@@ -193,6 +182,26 @@ class Throughput(_Measurement):
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._kept.serialize(serializer)
+
+
+class _Batches:
+    """Counts the examples of an update, apart: a function of an update that carries state forbids a retry of its parts."""
+
+    of_update = 0
+    are_counted = True
+    flops: UpdateFlops | None = None
+
+    def count(self, context: UpdateContext) -> None:
+        if self.flops is not None:
+            self.flops.count_batch(context)
+        if context.examples is None:
+            self.are_counted = False
+        else:
+            self._add(context.examples)
+            undo_if_computed_again(functools.partial(self._add, -context.examples))
+
+    def _add(self, examples: int) -> None:
+        self.of_update += examples
 
 
 class _KeptTime(Observer):
