@@ -145,5 +145,5 @@ def test_the_same_command_after_kill_9_goes_on_where_it_was(tmp_path, whole):
     first, second = starts(out)
     assert first == 0 < second < 5
     assert [path.name for path in out.iterdir() if path.name.startswith(".")] == [".lock"]
-    assert run(PROGRAM, out, "--autoload").startswith("already finished at epoch 2, iteration 8: ")
+    assert "\nalready finished at epoch 2, iteration 8: " in run(PROGRAM, out, "--autoload")
     assert rows(out) == rows(whole)

@@ -119,6 +119,7 @@ def test_a_killed_run_is_on_a_device_the_run_that_was_not(killed, tmp_path):
     assert replay_program.read_kept(killed / "kept") == replay_program.read_kept(tmp_path / "kept")
 
 
+@pytest.mark.filterwarnings("ignore:.*running_mean is NaN in snapshot")  # of the forward of an update that is left out
 @pytest.mark.parametrize("iteration", [0, 5, 13, 24])
 def test_any_iteration_of_a_killed_run_on_a_device_is_replayed_to_the_last_bit(killed, iteration):
     make = functools.partial(replay_program.make_trainer, length=24, device="cuda")
@@ -134,4 +135,4 @@ def test_chainring_replay_finds_on_a_device_what_was_recorded_there(killed, tmp_
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], os.path.dirname(replay_program.__file__)]))
     command = ["replay", str(killed / "result"), "--to", "13", str(script), str(killed / "result")]
     assert main(command) == 0, capsys.readouterr()
-    assert "the same as the recorder says in 13 iterations" in capsys.readouterr().out
+    assert "replayed from snapshot_iter_7: the same as the recorder says in 6 iterations" in capsys.readouterr().out

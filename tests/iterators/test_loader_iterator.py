@@ -173,7 +173,7 @@ def test_a_generator_that_was_begun_cannot_begin_again(again):
 
 def test_a_loader_without_batches_cannot_be_repeated():
     """It is refused at construction where its length is known."""
-    with pytest.raises(ValueError, match="at least one batch, and list has none"):
+    with pytest.raises(ValueError, match="this list has none: its data are empty"):
         LoaderIterator([])
     assert list(LoaderIterator([], repeat=False)) == []
 

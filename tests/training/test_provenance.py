@@ -62,6 +62,7 @@ def repository(tmp_path, monkeypatch, asked_again):
     git(place, "add", ".")
     git(place, "commit", "--quiet", "--message", "first")
     monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
     monkeypatch.chdir(place)
     return place
 
@@ -107,6 +108,7 @@ def test_without_a_repository_the_record_has_the_script_and_what_it_imports_besi
     imported(monkeypatch, "tool", tmp_path / "tool.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "train.py", raising=False)
     source = needed(tmp_path / "out")["source"]
     assert (source["commit"], source["difference"]) == (None, "")
     assert (source["text"], source["files"]) == ("import tool\n", {"tool.py": "size = 1\n"})

@@ -90,6 +90,7 @@ def script(tmp_path, monkeypatch, commit):
     git(place, "add", ".")
     git(place, "commit", "--quiet", "--message", "first")
     monkeypatch.setattr(sys, "argv", [str(place / "train.py"), "--epoch", "3"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(place / "train.py"), raising=False)
     return place / "train.py"
 
 

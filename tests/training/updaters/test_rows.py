@@ -183,7 +183,7 @@ def test_throughput_without_a_number_of_examples_gives_none(tmp_path):
     trainer.extend(extensions.Throughput(trigger=(1, "iteration")))
     trainer.run()
     names = {key.partition("/")[2] for key in trainer.observation if key.startswith("throughput/")}
-    assert names == {"iterations_per_second", "tokens_per_second", "peak_memory_mib"}
+    assert names == {"iterations_per_second", "tokens_per_second", "peak_memory_mib", "goodput"}
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
