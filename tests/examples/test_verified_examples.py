@@ -14,6 +14,7 @@ ARGUMENTS = {
     "loader/step2_extensions.py": (),
     "loader/step3_iterator.py": (),
     "gan/train_gan.py": ("--unit", "16"),
+    "gpt/train_packed.py": ("--batchsize", "8", "--length", "32", "--unit", "16"),
     "preemptible/train.py": (),
     "images/train_images.py": (),
     "same_bits/train_same_bits.py": (),

@@ -85,7 +85,7 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
     or still be running: it is only read, and the trainer's ``out`` is a separate directory, which is removed with it. No
     rows are sent to services, such as Weights & Biases. If a `Recorder` has recorded the run, each iteration is compared
     with the record; of the last, whose update shows in the loss of the next, it is printed if that is not recorded. A state
-    of which `chainring thin` has left the digests is compared with these.
+    of which ``chainring thin`` has left the digests is compared with these.
 
     The returned trainer has run: its gradients, unless the run has a snapshot of that very iteration, after which no update
     was made, and its observation are those of the iteration, and Python's, NumPy's and

@@ -139,7 +139,8 @@ class Snapshot(Extension):
                 f'mode says how keep_best ranks: give keep_best=("validation/main/loss", 3), or no mode; got {mode!r}'
             )
         self.autoload = autoload
-        self._retention = Retention(n_retains) if keep_best is None else _best_of(keep_best, mode, n_retains, autoload)
+        self.n_retains = n_retains
+        self.keep_best = None if keep_best is None else _best_of(keep_best, mode, n_retains, autoload)
         self.target = target
         self.snapshot_on_error = snapshot_on_error
         self.asynchronous = asynchronous
@@ -151,18 +152,17 @@ class Snapshot(Extension):
         self._staging = StagingBuffers()
         self._background = BackgroundWriter()
         self._has_started = False
-        self._damaged: set[str] = set()  # snapshots that proved to be so when they were loaded
 
     @property
     def ranked_key(self) -> str | None:
-        return self._retention.key
+        return None if self.keep_best is None else self.keep_best.key
 
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
         self._join_series(trainer)
         self.wait()
         store, comm = trainer.store, trainer.comm
         while True:
-            name = find_newest(store, self._series.listing(store), warn, self._damaged) if comm.is_main else None
+            name = find_newest(store, self._series.listing(store), warn, self._series.damaged) if comm.is_main else None
             name = comm.broadcast_object(name)
             if name is None:
                 return None
@@ -182,7 +182,7 @@ class Snapshot(Extension):
                 nan = ", with NaN among its parameters" * (_NAN in saved.read_manifest().about)
                 info(f"resumed from {saved}, after iteration {updater.iteration}, epoch {updater.epoch_detail:.4g}{nan}")
         except CorruptError as error:
-            self._damaged.add(saved.name)
+            self._series.damaged.add(saved.name)
             if comm.is_main:
                 warn(f"snapshot {saved.name!r} is skipped: {error}")
             raise
@@ -247,9 +247,8 @@ class Snapshot(Extension):
         for entry in siblings:
             entry.extension._series = siblings[0].extension._series
         series = self._series
-        series.retention = {entry.name: entry.extension._retention for entry in siblings}
-        if not siblings:  # called by hand, and not registered
-            series.retention = {str(trainer.extension_name): self._retention}
+        kept = {entry.name: entry.extension for entry in siblings} or {str(trainer.extension_name): self}  # by hand
+        series.retention = {name: each.keep_best or Retention(each.n_retains) for name, each in kept.items()}
         series.label = series.label or next(iter(series.retention))
         return siblings
 
@@ -260,7 +259,7 @@ class Snapshot(Extension):
             self._series.values = {}
             due = {name: self} | {entry.name: entry.extension for entry in siblings if entry.is_due}
             for taker, extension in due.items():
-                is_asked = extension._condition is not None or extension._retention.key is not None
+                is_asked = extension._condition is not None or extension.keep_best is not None
                 wanted[taker] = extension._is_wanted(trainer, taker) if is_asked else True
         if not wanted.pop(name):
             return
@@ -285,14 +284,14 @@ class Snapshot(Extension):
         condition, iteration, comm = self._condition, trainer.updater.iteration, trainer.comm
         if condition is not None and not comm.broadcast_object(bool(condition())):
             return False
-        if (key := self._retention.key) is None or trainer.is_final_snapshot:
+        if self.keep_best is None or trainer.is_final_snapshot:
             return True
         trigger = next((entry.trigger for entry in trainer.entries if entry.name == name), None)
         value = trigger.value_of(iteration) if isinstance(trigger, RankingTrigger) else None
         if value is None:
             return True
         if math.isfinite(value):
-            self._series.values[key] = value
+            self._series.values[self.keep_best.key] = value
         if not comm.is_main:
             return bool(comm.broadcast_object(None))
         BackgroundWriter.wait_for([entry.extension._background for entry in self._join_series(trainer)])
@@ -450,6 +449,7 @@ class Series:
         values: by key, the means with which those of an iteration are ranked.
         wanted: while those of an iteration are taken, whether each extension that is still to be called is to take one.
         comm: connects the ranks while they write.
+        damaged: those that proved to be so when they were loaded.
     """
 
     def __init__(self, filename: Filename) -> None:
@@ -479,6 +479,7 @@ class Series:
         self.wanted: dict[str, bool] = {}
         self.begun: tuple[str, int] | None = None  # the name and the iteration of the newest that the run takes
         self.comm: Communicator | None = None
+        self.damaged: set[str] = set()
         self._warning = OneTimeWarning()
         # By name, since the run began: a commit that read every manifest would cost the more, the more are kept.
         self.known: dict[str, Manifest] | None = None
@@ -591,7 +592,7 @@ class Retention(NamedTuple):
     """Which snapshots an extension keeps: the newest, and the best of those that have a value."""
 
     newest: int  # their number, -1 for all
-    key: str | None = None  # of the value by which they are ranked
+    key: str = ""  # of the value by which they are ranked
     best: int = 0
     sign: int = 1  # -1 if less is better
 
