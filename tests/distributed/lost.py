@@ -64,7 +64,7 @@ def lost(bench, number, draw, place):
     losses = []
     for victim in victims:
         is_stopped = number % 20 == 10 and not losses
-        losses.append((victim, *moment, signal.SIGSTOP if is_stopped else signal.SIGKILL))
+        losses.append((victim, max(moment[0], 1), moment[1], signal.SIGSTOP if is_stopped else signal.SIGKILL))
         # At once, while the others form their group, or later.
         moment = (moment[0], moment[1] + draw.choice([draw.uniform(0, 0.1), draw.uniform(0.1, 0.6)]))
         if number % 5 != 4 and draw.random() < 0.4:
