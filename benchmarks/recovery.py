@@ -75,7 +75,7 @@ def run_until_killed(out: Path) -> dict[str, Any]:
     command = [sys.executable, "-c", PROGRAM, str(out), repr(time.time())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        told: dict[str, Any] = json.loads(process.stdout.readline())
+        told: dict[str, Any] = json.loads(next(line for line in process.stdout if line.startswith("{")))
         for line in process.stdout:
             if int(line) >= told["resumed at"] + KILLED_AFTER:
                 break
