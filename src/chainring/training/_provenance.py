@@ -321,10 +321,10 @@ def distributions() -> dict[str, str]:
     versions: dict[str, str] = {}
     for path in sys.path:
         with suppress(OSError):
-            for entry in sorted(os.listdir(path or ".")):
+            for entry in sorted(entry for entry in os.listdir(path or ".") if entry.endswith(".dist-info")):
                 name, dash, version = entry.removesuffix(".dist-info").partition("-")
                 name = re.sub(r"[-_.]+", "-", name).lower()
-                if dash and entry.endswith(".dist-info") and name not in versions:
+                if dash and name not in versions:
                     versions[name] = " @ ".join([version, *_origin(os.path.join(path, entry, "direct_url.json"))])
     return dict(sorted(versions.items()))
 
