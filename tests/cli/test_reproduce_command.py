@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import chainring
 import forked
 from chainring.cli import main
 
@@ -332,6 +333,7 @@ def test_the_recorded_versions_are_installed_into_an_environment(place, monkeypa
     subprocess.run([sys.executable, "train.py"], check=True, env={**os.environ, "PYTHONPATH": path})
     packages = [
         sysconfig.get_path("purelib"),
+        str(Path(chainring.__file__).parents[1]),  # where an editable installation has it
         *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path),
     ]
     edit(lambda needed: needed.update(distributions={"tinyscale": needed["distributions"]["tinyscale"]}))

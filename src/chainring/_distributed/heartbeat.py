@@ -174,8 +174,8 @@ class Heartbeat:
 
     def find_silent(self) -> list[int] | None:
         """Ask all ranks for their records; return those that do not answer, ``None`` if another rank asks just now."""
-        records = self._store.call(self._ask, 3 * _ANSWER)
-        return None if records is None else [rank for rank, record in records.items() if record.state]
+        answers = self._store.call(self._ask, _CALL + _ANSWER)
+        return None if answers is None else [rank for rank in range(self._size) if rank not in answers]
 
     def wait_for_others(self) -> None:
         """Let rank 0 stay until all ranks have received what was published, a few seconds at most."""
@@ -212,7 +212,7 @@ class Heartbeat:
             store.add(_RECEIVED, 1)
 
     def _ask(self, store: Any) -> dict[int, Record] | None:
-        """Ask all ranks for their records and return these; ``None`` if another rank has asked just now."""
+        """Ask all ranks for their records and return those that come; ``None`` if another rank has asked just now."""
         if not set_once(store, f"{_QUESTION}/{self._asked + 1}", str(self._rank)):
             return None
         until, answers = time.monotonic() + _ANSWER, dict[int, Record]()
@@ -225,7 +225,7 @@ class Heartbeat:
                         answers[rank] = record
             self._store.answered_at = time.monotonic()
             time.sleep(_TURN / 5)
-        return {rank: answers.get(rank) or self._describe_silent(rank) for rank in range(self._size)}
+        return answers
 
     # in the thread that watches
 
@@ -266,7 +266,10 @@ class Heartbeat:
         self._next_question = time.monotonic() + _ANSWER + _TURN
         answer = self._store.call(lambda store: [self._ask(store)], _ANSWER + 2 * _TURN) if self._store.answers() else None
         if answer is not None:
-            records = answer[0]
+            if (answers := answer[0]) is None:
+                return  # another rank asks
+            # Not in the thread of the store, which meanwhile answers the others.
+            records = {rank: answers.get(rank) or self._describe_silent(rank) for rank in range(self._size)}
         else:  # the store does not answer: of ranks on other machines nothing is known
             records = {rank: Record(rank) for rank in range(self._size)}
             boards = {rank: process.read_board() for rank, process in self._processes.items()}
@@ -278,8 +281,6 @@ class Heartbeat:
             if self._rank and is_lost and not any(record.state for record in records.values()):
                 state = "The store through which the ranks have met does not answer; rank 0 has it, unless torchrun has."
                 records[0] = Record(0, state=state)
-        if records is None:
-            return  # another rank asks
         waited = self._timeout - 2 * _TURN
         if self._must_ask:  # its exchange has ended by a timeout
             records[self._rank].waited = max(records[self._rank].waited, waited)

@@ -268,11 +268,12 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
                 raise error
             if not is_led:
                 return None
+            self._processes.ask(now, began)
             if leader == me:
                 left = [who for who in now.members if store.check([f"here/{who}"]) and not is_gone(who)]
                 if all(map(is_gone, set(now.members) - set(left))):
                     store.set(_MEMBERS, json.dumps(left))
-            self._processes.ask(now, began)
+                    continue
             time.sleep(_PAUSE)
         members: list[int] = json.loads(store.get(_MEMBERS))
         if me not in members:
@@ -282,9 +283,11 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
     def _form(self, number: int, store: Any, members: list[int]) -> _Round | None:
         """Return the group of some ranks, when it has exchanged what some have and others lack; ``None`` if that fails."""
         rank, size, heartbeat = members.index(self._round.members[self.rank]), len(members), None
+        # A connection of its own, since one in which the group waits for the others is closed to the heartbeat meanwhile.
+        connection = getattr(store, "clone", lambda: store)()
         try:
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size,  # type: ignore[attr-defined]
+                "gloo", store=dist.PrefixStore("group", connection), rank=rank, world_size=size,  # type: ignore[attr-defined]
                 timeout=connect_timeout(size),
             )  # fmt: skip
             set_timeout(dist.group.WORLD, TIMEOUT)
