@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,6 @@ _PLAIN_SECRET = re.compile(  # of files in which values need no quotes
     r"(?![<\[$]|-?[\d.]{1,8}$|true|false|null)\S{6,}[ \t]*$",
     re.IGNORECASE | re.MULTILINE,
 )
-_NO_CODE = ("site-packages", "dist-packages")
 
 
 @functools.cache
@@ -143,17 +142,32 @@ class _Git:
         self.directory = directory
         self._deadline = time.monotonic() + GIT_SECONDS
 
-    def __call__(self, *arguments: str) -> str | None:
-        """Return what it prints, with the bytes that are no UTF-8 escaped; ``None`` if it fails, is absent or takes long."""
+    def start(self, *arguments: str) -> Callable[[], str | None]:
+        """Ask; return what waits for what git prints, with the bytes that are no UTF-8 escaped.
+
+        That is ``None`` if git fails, is absent or takes long.
+        """
         command = ["git", "--no-optional-locks", "-c", "core.quotePath=false", *arguments]
+        quiet = subprocess.DEVNULL
         try:
-            left = max(self._deadline - time.monotonic(), 0.01)
-            done = subprocess.run(
-                command, cwd=self.directory, stdin=subprocess.DEVNULL, capture_output=True, timeout=left, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.decode(errors="surrogateescape")
+            process = subprocess.Popen(command, cwd=self.directory, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet)
+        except OSError:
+            return lambda: None
+
+        def wait() -> str | None:
+            with process:
+                try:
+                    printed = process.communicate(timeout=max(self._deadline - time.monotonic(), 0.01))[0]
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    return None
+            return None if process.returncode else printed.decode(errors="surrogateescape")
+
+        return wait
+
+    def __call__(self, *arguments: str) -> str | None:
+        """Return what git prints, as `start` has it."""
+        return self.start(*arguments)()
 
 
 def _source() -> dict[str, Any]:
@@ -161,16 +175,22 @@ def _source() -> dict[str, Any]:
     script = _find_script()
     directory = os.path.realpath(os.getcwd())
     git = _Git(str(script.parent) if script else directory)
-    told = (git("rev-parse", "HEAD", "--show-toplevel") or "").splitlines()
+    commit_and_root = git.start("rev-parse", "HEAD", "--show-toplevel")
+    remote = git.start("config", "--get", "remote.origin.url")
+    options = ("--no-renames", "--untracked-files=normal", "--ignore-submodules=dirty")
+    status = git.start("status", "--porcelain", "-z", *options)  # while the imported modules are looked at
+    modules = _imported_files()
+    told = (commit_and_root() or "").splitlines()
     commit, git.directory = told if len(told) == 2 else (None, git.directory)
     root = git.directory
     left_out: dict[str, str] = {}
-    imported, paths = _imported(root)
+    imported, paths = _imported(modules, root)
+    listed, address = status(), remote()
     room, difference = _LARGEST, ""
     code = [*imported, *([str(script)] if script else [])]
     names = {name for path in code if (name := _relative(path, root)) is not None}
     if commit is not None:
-        difference, changed = _difference(git, left_out)
+        difference, changed = _difference(git, listed, left_out)
         room -= len(difference)
         tracked = git("ls-files", "-z", "--", *sorted(names)) if names else ""
         names -= set((tracked or "").split("\0")) | changed
@@ -191,7 +211,7 @@ def _source() -> dict[str, Any]:
         "directory": directory,
         "root": root,
         "commit": commit,
-        "remote": commit and _without_user((git("config", "--get", "remote.origin.url") or "").strip()),
+        "remote": commit and _without_user((address or "").strip()),
         "script": script_name,
         "text": text,
         "difference": difference,
@@ -212,33 +232,50 @@ def _relative(path: str, root: str) -> str | None:
     return Path(path).relative_to(root).as_posix() if path.startswith(os.path.join(root, "")) else None
 
 
-def _imported(root: str) -> tuple[list[str], list[str]]:
-    """Return the files below a directory that are imported, and the paths from which code outside of packages comes.
+def _imported_files() -> list[tuple[str, str]]:
+    """Return the names of the modules of Python that are imported from outside of packages, with their files."""
+    library = tuple(os.path.join(sysconfig.get_path(key), "") for key in ("stdlib", "platstdlib"))
+    folders: dict[str, str] = {}
+    modules = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or "site-packages" in file or "dist-packages" in file or name == "__main__":
+            continue
+        if file.startswith(library) or not file.endswith(".py") or not os.path.isabs(file) or not os.path.isfile(file):
+            continue  # as what PyTorch names so that lies nowhere
+        folder, base = os.path.split(file)
+        if os.path.islink(file):
+            file = os.path.realpath(file)
+        else:
+            if folder not in folders:
+                folders[folder] = os.path.realpath(folder)
+            file = os.path.join(folders[folder], base)
+        modules.append((name, file))
+    return modules
+
+
+def _imported(modules: list[tuple[str, str]], root: str) -> tuple[list[str], list[str]]:
+    """Return which files of modules are below a directory, and the paths from which code outside of packages comes.
 
     A path inside the directory is relative to it.
     """
     inner, paths = [], dict[str, None]()
-    library = tuple(os.path.join(sysconfig.get_path(key), "") for key in ("stdlib", "platstdlib"))
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or name == "__main__" or any(each in file for each in _NO_CODE):
-            continue
-        if file.startswith(library) or not file.endswith(".py") or not os.path.isabs(file) or not os.path.isfile(file):
-            continue  # as what PyTorch names so that lies nowhere
-        file = os.path.realpath(file)
-        if _relative(file, root) is not None:
+    below_root = os.path.join(root, "")
+    for name, file in modules:
+        if file.startswith(below_root):
             inner.append(file)
         stem = file.removesuffix(".py").removesuffix(f"{os.sep}__init__")
-        below = name.replace(".", os.sep)
-        if stem.endswith(f"{os.sep}{below}"):
-            path = stem.removesuffix(f"{os.sep}{below}")
-            paths["." if path == root else _relative(path, root) or path] = None
-    return inner, list(paths)
+        below = os.sep + name.replace(".", os.sep)
+        if stem.endswith(below):
+            paths[stem.removesuffix(below)] = None
+    return inner, list(dict.fromkeys("." if path == root else _relative(path, root) or path for path in paths))
 
 
-def _difference(git: _Git, left_out: dict[str, str]) -> tuple[str, set[str]]:
-    """Return the difference of the files that the commit has, and their names; note what of it is left out."""
-    listed = git("status", "--porcelain", "-z", "--no-renames", "--untracked-files=normal", "--ignore-submodules=dirty")
+def _difference(git: _Git, listed: str | None, left_out: dict[str, str]) -> tuple[str, set[str]]:
+    """Return the difference of the files that the commit has, and their names; note what of it is left out.
+
+    ``listed`` is the status that git has printed.
+    """
     if listed is None:
         left_out["*.py"] = f"git did not say within {GIT_SECONDS:g} seconds what differs from the commit"
         return "", set()
