@@ -41,7 +41,7 @@ TRAINER = _by_name(
     {
         "a Trainer runs with run()": "fit train start",
         _EVALUATOR: "validate test evaluate",
-        "call the model under torch.no_grad()": "predict",
+        "extensions.predict(model, iterator) returns what the model computes": "predict",
         "a trainer saves itself by trainer.extend(extensions.snapshot(autoload=True))": "save save_checkpoint",
         "chainring.serializers.save(path, model) saves the model": "save_model",
         "chainring.serializers.load(path, trainer) loads a snapshot": "load load_checkpoint resume",

@@ -287,4 +287,5 @@ APART = {
     "get_mnist",  # a TupleDataset, once it is downloaded
     "CorruptionError", "Interrupted", "NonNumberError", "RollBack",  # end a run
     "PRIORITY_EDITOR", "PRIORITY_READER", "PRIORITY_WRITER",  # numbers
+    "predict",  # after it
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from chainring.training.extensions.defaults import defaults
-from chainring.training.extensions.evaluator import Evaluator
+from chainring.training.extensions.evaluator import Evaluator, predict
 from chainring.training.extensions.exponential_moving_average import ExponentialMovingAverage
 from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
 from chainring.training.extensions.log_report import LogReport
@@ -66,6 +66,7 @@ __all__ = [
     "dump_graph",
     "observe_lr",
     "observe_value",
+    "predict",
     "snapshot",
     "snapshot_object",
 ]

@@ -1,4 +1,4 @@
-"""Evaluator: runs the model on validation data, on which it is not trained."""
+"""Evaluator and predict: run a model on data on which it is not trained."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Iterator as PythonIterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from chainring import _random
-from chainring._distributed.communicator import Communicator, device_of_rank
+from chainring._checks import find_call_error
+from chainring._distributed.communicator import Communicator, as_communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Deal
 from chainring._messages import warn
@@ -387,3 +389,126 @@ def _describe_data(iterator: Any) -> str:
         return f"{type(data).__name__} of {len(data)}"
     except (TypeError, NotImplementedError):
         return type(data).__name__
+
+
+def predict(
+    model: nn.Module,
+    iterator: Iterable[Any],
+    converter: Converter = concat_examples,
+    device: Device = None,
+    *,
+    predict_func: Callable[..., Any] | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    comm: Communicator | None = None,
+) -> Any:
+    """Return what a trained model computes for each example of one pass, in the order of the iterator, on the host.
+
+    The model is in evaluation mode meanwhile and no gradients are computed; modes, metrics and random generators are
+    restored, and what is reported goes nowhere. Several ranks share the examples, and each returns all of them.
+
+    Example::
+
+        scores = predict(model, test_iter, predict_func=lambda model, x, t: model.predictor(x))
+
+    Args:
+        model: returns a row for each example: a tensor, or a tuple, a list or a mapping of tensors, also nested.
+        iterator: makes one pass over the data, as for an `Evaluator`; without shuffling, rows have the order of the data.
+        converter: ``converter(batch, device)`` turns a batch of examples into tensors.
+        device: the device of the batches; ``None`` leaves them where they are, ``"auto"`` works as for `StandardUpdater`.
+        predict_func: ``predict_func(model, *inputs)`` is called instead of the model.
+        precision: the precision of the forward pass, as for `StandardUpdater`.
+        comm: the communicator; every rank calls this function, with the same data.
+
+    Returns:
+        What the model returns, of all batches: ``tensor[i]`` belongs to example i.
+
+    Raises:
+        ValueError: the iterator repeats, or gives no batch; what the model returns has not a row for each example, or rows
+            of several shapes; or each rank has a loader of its own, so that there is no common order.
+        TypeError: the model does not take the inputs, or returns something else than tensors.
+    """
+    comm = Communicator() if comm is None else as_communicator(comm)
+    prediction = _Prediction(iterator, model, converter, device, precision=precision)
+    outputs = prediction.run(comm, partial(predict_func, model) if predict_func else model)
+    by_batch = [part for batch in zip(*comm.gather_object(outputs), strict=True) for part in batch]
+    if not by_batch:
+        raise ValueError("there is nothing to predict, because the iterator gave no batch")
+    return _map(partial(_join, size=comm.size), *by_batch)
+
+
+class _Prediction(Evaluator):
+    """An evaluation that keeps what the function returns, in place of means."""
+
+    default_name = "prediction"
+
+    def run(self, comm: Communicator, function: Callable[..., Any]) -> list[Any]:
+        """Return what this rank computes for its rows of each batch."""
+        self._function, self._outputs = function, list[Any]()
+        source = self.get_iterator("main")
+        if comm.size > 1 and (getattr(source, "per_rank", False) or not hasattr(source, "share")):
+            raise ValueError("ranks that predict together share the batches of one loader; give all the same, not per_rank")
+        virtual_ranks = getattr(source, "virtual_ranks", None)  # of the evaluations of a run
+        if virtual_ranks is not None:
+            source.virtual_ranks = None
+        if self._follows_rank:
+            self.device = device_of_rank("auto", comm)
+        self._comm = comm
+        try:
+            share_among_ranks(source, comm)
+            self.evaluate()
+        finally:
+            if virtual_ranks is not None:
+                source.virtual_ranks = virtual_ranks
+        return self._outputs
+
+    def _evaluate_batch(self, batch: Any, loss_func: Callable[..., Any] | None) -> None:
+        args, kwargs = arguments(self.converter(batch, self.device))
+        try:
+            output = self._function(*args, **kwargs)
+        except TypeError as error:
+            forward = self._function
+            if problem := find_call_error(getattr(unwrap(forward), "forward", forward), *args, **kwargs):
+                rule = f"predict calls the model with the {len(args) or len(kwargs)} inputs of a batch"
+                remedy = "give predict_func=lambda model, x, t: model(x), which takes all and uses some"
+                raise TypeError(f"{rule}, which it does not take: {problem}; {remedy}") from error
+            raise
+        self._outputs.append(_map(partial(_rows, count=count_examples(batch)), output))
+
+
+def _map(function: Callable[..., Any], *trees: Any) -> Any:
+    """Return the structure of these trees, of what the function returns for their tensors at each position."""
+    first = trees[0]
+    if all(isinstance(tree, Tensor) for tree in trees):
+        return function(*trees)
+    if all(isinstance(tree, Mapping) and tree.keys() == trees[0].keys() for tree in trees):
+        return {key: _map(function, *(tree[key] for tree in trees)) for key in first}
+    if all(isinstance(tree, (tuple, list)) and len(tree) == len(first) for tree in trees):
+        values = [_map(function, *parts) for parts in zip(*trees, strict=True)]
+        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+    kinds = ", ".join(sorted({type(tree).__name__ for tree in trees}))
+    rule = "predict joins tensors, or tuples, lists and mappings of them that are alike in every batch"
+    raise TypeError(f"{rule}; the model returned {kinds}")
+
+
+def _rows(tensor: Tensor, count: Any) -> Tensor:
+    """Return a copy of the rows of a share on the host; one of no examples repeats one, which counts nothing."""
+    rows = len(tensor) if tensor.ndim else None
+    if rows != count and (count or not rows):
+        raise ValueError(
+            f"predict needs a row for each of the {count} examples of a batch, and the model returned a tensor of the "
+            f"shape {list(tensor.shape)}; give predict_func=lambda model, *inputs: ..., which returns rows"
+        )
+    return tensor[:count].detach().to("cpu", copy=True)
+
+
+def _join(*tensors: Tensor, size: int) -> Tensor:
+    """Return the rows in their order; rank r of ``size`` has the rows r, r + size, ... of each batch."""
+    if len(shapes := {tuple(tensor.shape[1:]) for tensor in tensors}) > 1:
+        remedy = "let predict_func return rows of one shape, padded or reduced"
+        raise ValueError(f"rows of the shapes {sorted(shapes)} cannot be joined; {remedy}")
+    batches = []
+    for parts in (tensors[index : index + size] for index in range(0, len(tensors), size)):
+        batches.append(torch.empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=parts[0].dtype))
+        for rank, part in enumerate(parts):
+            batches[-1][rank::size] = part
+    return torch.cat(batches)
