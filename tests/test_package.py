@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import readme_renderer.markdown
 import yaml
 
 import chainring
@@ -67,6 +68,15 @@ def test_a_bug_comes_with_what_was_saved():
 def test_links_lead_to_files_that_are_there(page):
     """Those to the repository's own."""
     assert all((ROOT / target).exists() for target in LINK.findall((ROOT / page).read_text()))
+
+
+def test_the_readme_is_whole_on_the_page_of_an_index():
+    """Rendered and cleaned as there: its tables, code and pictures remain, and whatever it leads to has an address."""
+    shown = readme_renderer.markdown.render((ROOT / "README.md").read_text())
+    assert re.findall(r'(?:href|src|srcset)="(?!https://|#user-content-)([^"]*)"', shown) == []
+    pictures = re.findall(r'<img src="https://raw.githubusercontent.com/chainring/chainring/main/(docs/[^"]+)"', shown)
+    assert [(ROOT / name).exists() for name in pictures] == [True, True]
+    assert (shown.count("<table>"), shown.count("<pre")) == (2, 4)
 
 
 def test_every_extra_is_installed_for_the_tests():
