@@ -78,7 +78,7 @@ if arguments.recorded:
 trainer.run()
 """
 KILLED = "trainer.extend(lambda trainer: __import__('signal').raise_signal(9), 'killed', (60, 'iteration'))\ntrainer.run()"
-POISON = 77  # of which the batch is that of iteration 30 in this order
+POISON = 77  # of which the batch is that of iteration 8 in this order
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +223,57 @@ def test_batch_prints_the_indices_of_the_examples(place, capsys):
     assert (found["iteration"], found["from"], len(found["indices"])) == (1, None, 4)
     assert found["batches"] == {"main": found["indices"]}
     assert not set(found["indices"]) & set(indices)
+
+
+def test_batch_prints_the_loss_of_each_example_the_largest_first(place, capsys):
+    """It is on top that made the loss of the batch large, and the run is only read."""
+    run, script = str(place / "recorded"), str(place / "train.py")
+    before = content(run)
+    assert main(["batch", run, "8", "--losses", script]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith(": the same as the recorder says in 8 iterations")
+    header, *table, means = lines[-6:]
+    assert [lines[-7], header] == ["the loss of each in evaluation mode, before the update:", "  example    row  loss"]
+    names, rows, losses = zip(*map(str.split, table), strict=True)
+    assert names == tuple(lines[0].split()[int(row)] for row in rows)
+    assert names[0] == str(POISON)
+    losses = list(map(float, losses))
+    assert losses == sorted(losses, reverse=True)
+    mean, batch = map(float, re.fullmatch(r"mean: (\S+); of the batch at once: (\S+)", means).groups())
+    assert mean == pytest.approx(batch, rel=1e-5) == pytest.approx(sum(losses) / 4, rel=1e-4)
+    assert main(["batch", "--json", "--losses", run, "8", script]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["indices"][int(rows[0])] == POISON
+    assert [found["losses"]["losses"][int(row)] for row in rows] == pytest.approx(losses, rel=1e-4)
+    assert (found["losses"]["is_mean"], found["same"]) == (True, True)
+    assert content(run) == before
+
+
+SUMMED = """
+
+def loss_func(model, x):
+    return model.layer(x)[:, 0].pow(2).sum()
+
+
+model = Net()
+"""
+
+
+def test_batch_says_that_a_loss_is_not_the_mean_of_the_examples_and_what_has_none(tmp_path, capsys):
+    """A sum; and an updater with an update of its own, whose examples are printed without."""
+    script, out = tmp_path / "train.py", str(tmp_path / "result")
+    program = SCRIPT.replace("\nmodel = Net()\n", SUMMED).replace(
+        "lr=arguments.lr), model)", "lr=1e-6), model, loss_func=loss_func)"
+    )
+    script.write_text(program)
+    forked.run([str(script), "--out", out, "--length", "10"])
+    assert main(["batch", out, "4", "--losses", str(script)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("The loss of this batch is not the mean of its examples")
+    own = "class Twice(training.StandardUpdater):\n    def update_core(self):\n        super().update_core()\n\n\nmodel"
+    script.write_text(program.replace("\nmodel", f"\n{own}", 1).replace("training.StandardUpdater(data", "Twice(data"))
+    assert main(["batch", out, "4", "--losses", str(script)]) == 2
+    assert "Twice has its own update_core, so that the loss of one example is not known" in capsys.readouterr().err
+    assert main(["batch", out, "4", str(script)]) == 0
 
 
 def test_batch_prints_the_source_and_the_index_of_each_example_of_a_mixture(tmp_path, capsys):

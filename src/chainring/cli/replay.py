@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -41,17 +42,22 @@ _BATCH = """
 Print the indices, in the dataset, of the examples that an iteration of a run
 was trained on. The iteration is replayed with the script that trained the run,
 from the nearest snapshot before; see `chainring replay`. Options come before
-RUN.
+SCRIPT.
+
+With --losses, also the loss of each, alone and in evaluation mode, without
+dropout and with running statistics, with the parameters before the update.
 
 examples:
   chainring batch result 48123 train.py
   chainring batch result 48123 train.py --lr 0.1    with its arguments
+  chainring batch result 48123 --losses train.py    and the loss of each
   chainring batch --json result 48123 train.py | jq .indices
 
 exit status:
   0  they are printed
   1  the replay differs from the recording
-  2  there is no run, the script fails, or its loader does not tell them"""
+  2  there is no run, the script fails, its loader does not tell them, or one
+     example alone has no loss"""
 
 
 def add_to(commands: Any) -> None:
@@ -65,6 +71,7 @@ def add_to(commands: Any) -> None:
     parser = add_command(commands, "batch", _batch, "the indices of the examples of an iteration", _BATCH)
     add_run(parser)
     parser.add_argument("iteration", type=iteration_number, metavar="K", help="the iteration; the first is 1")
+    parser.add_argument("--losses", action="store_true", help="print the loss of each example too, the largest first")
     add_script(parser)
 
 
@@ -123,18 +130,19 @@ def _batch(options: argparse.Namespace) -> int:
     if iteration == 0:
         raise ValueError("the first iteration is 1; 0 is the state before it, which had no batch")
     recorded = RecordedRun(options.run_directory, options.script, options.arguments)
-    replayed = recorded.replay(iteration, latest=iteration - 1, needs_same_bits=False)
-    batches, is_same = replayed["batches"], replayed["same"]
+    replayed = recorded.replay(iteration, latest=iteration - 1, needs_same_bits=options.losses, losses=options.losses)
+    batches, is_same, of_examples = replayed["batches"], replayed["same"], replayed["losses"]
     indices, of_iterators = indices_of(batches), batch_lines(batches)
     facts = {
         "run": options.run_directory, "iteration": iteration, "indices": indices, "batches": batches,
         "from": replayed["origin"]["snapshot"], "same": is_same,
-        "difference": replayed["difference"], "notes": replayed["notes"],
+        "difference": replayed["difference"], "notes": replayed["notes"], "losses": of_examples,
     }  # fmt: skip
     lines = []
     if indices is not None:
         lines = [" ".join(map(str, indices)), *(of_iterators if len(of_iterators) > 1 else [])]
         lines += [f"iteration {iteration}, replayed {describe_replay(replayed)}", *replayed["notes"]]
+        lines += loss_lines(indices, of_examples) if of_examples else []
     show(options, facts, lines)
     if is_same is False:
         return 1
@@ -234,4 +242,21 @@ def batch_lines(batches: Mapping[str, Any]) -> list[str]:
             text = f"from position {begin} of epoch {epoch} to {end} of {last}; its loader does not tell the indices"
         if taken != []:
             lines.append(f"{printable(name)}: {text}")
+    return lines
+
+
+def loss_lines(indices: Sequence[Any], of_examples: Mapping[str, Any]) -> list[str]:
+    """Return a table of the losses of the examples of a batch, the largest first, and what their mean says."""
+    losses = of_examples["losses"]
+    if len(indices) != len(losses):
+        raise NoReplay(f"the batch has {len(losses)} rows of {len(indices)} examples: which loss is whose is not known")
+    order = sorted(range(len(losses)), key=lambda row: (not math.isnan(losses[row]), -losses[row]))
+    width = max(7, *(len(str(index)) for index in indices))
+    lines = ["the loss of each in evaluation mode, before the update:", f"  {'example':>{width}}    row  loss"]
+    lines += [f"  {indices[row]!s:>{width}}  {row:>5}  {losses[row]:.6g}" for row in order]
+    lines.append(f"mean: {of_examples['mean']:.6g}; of the batch at once: {of_examples['batch']:.6g}")
+    if not of_examples["is_mean"]:
+        lines.append(
+            "The loss of this batch is not the mean of its examples: it sums or compares them, or weighs them itself"
+        )
     return lines

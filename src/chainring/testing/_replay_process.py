@@ -29,6 +29,7 @@ from chainring.reporting.summary import is_scalar
 from chainring.testing._live_traces import Capture, fingerprint
 from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter
 from chainring.testing.replay import (
+    ExampleLosses,
     NoReplay,
     Replay,
     Watch,
@@ -55,6 +56,7 @@ class ReplayTask(ProcessTask):
     checks_last: bool = False
     threads: int | None = None  # of torch
     capture: tuple[int, int, bool] | None = None  # the first and last iteration to take down, and whether in detail
+    losses: bool = False  # computes that of each example of the last iteration
 
 
 def main() -> None:
@@ -95,9 +97,13 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
             needs_same_bits=task.needs_same_bits, checks_last=task.checks_last,
         )  # fmt: skip
         origin = replaying.origin
+        losses = ExampleLosses(trainer.updater, task.until) if task.losses else None
+        if losses is not None:
+            trainer.watch(losses)
         facts["origin"] = {**asdict(origin), "snapshot": origin.snapshot and origin.snapshot.name}
         task.path("origin").write_text(str(origin.iteration))
         replaying.run(run_trainer)
+        facts["losses"] = losses and losses.result()
     except NoReplay as error:
         task.exit_with_reason(str(error))
     except Exception as error:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
@@ -20,20 +22,27 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from chainring._checks import is_integer
 from chainring._distributed.sharding import to_local
 from chainring._messages import info, warn
 from chainring._naming import parameter_names
+from chainring._random import preserve_rng, put_generators, take_generators
 from chainring._runs.comparison import differing_digests, digests_of, first_recorded_difference
 from chainring._runs.conditions import Condition
 from chainring._runs.finished import FinishedRun, saved_trainers
+from chainring.datasets._batches import count_examples, take_examples
+from chainring.iterators.base import find_main_iterator
 from chainring.iterators.loader import LoaderIterator
 from chainring.iterators.serial import IndexedIterator
-from chainring.reporting.summary import is_scalar
+from chainring.reporting._metrics import fresh_metrics
+from chainring.reporting.reporter import report_scope
+from chainring.reporting.summary import is_scalar, weighted_mean
 from chainring.serializers._loading import load
 from chainring.serializers._saving import save
 from chainring.serializers._store import CorruptError, find_snapshot, open_store
@@ -43,6 +52,8 @@ from chainring.training._run_directory import read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import ReachedTrigger, TimeTrigger
+from chainring.training.updaters import ParallelUpdater, StandardUpdater
+from chainring.training.updaters._update import Precision, compute_loss
 
 UNCHECKED = (
     "the loss of iteration {0} is the recorded one, and what its update has changed is not recorded: replay to the "
@@ -524,6 +535,8 @@ def _has_plain_sampler(iterator: Any) -> bool:
     """Return whether a loader's batch sampler yields the indices of batches, and an epoch is one pass over it."""
     if not isinstance(iterator, LoaderIterator) or type(iterator.loader) is not DataLoader:
         return False
+    if isinstance(iterator.loader.dataset, IterableDataset):
+        return False
     sampler = iterator.loader.batch_sampler
     is_plain = sampler is not None and isinstance(getattr(type(sampler), "__iter__", None), FunctionType)
     return is_plain and iterator.epoch_length is None and not iterator.per_rank
@@ -533,3 +546,113 @@ def _position(iterator: Any) -> Any:
     """Return the epoch of an iterator and the position in it, ``None`` if it does not tell them."""
     progress = getattr(iterator, "progress", None)
     return progress[:2] if isinstance(progress, tuple) and len(progress) == 3 else None
+
+
+# --- the loss of each of them ---
+
+
+_BY_HAND = "compute it from chainring.testing.replay(make_trainer, RUN, K - 1), the trainer as it was before update K"
+_ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # of means of losses, relative to the losses
+
+
+class ExampleLosses(Observer):
+    """Computes the loss of each example of an update, as a batch of one, with the models as they were before it.
+
+    They are in evaluation mode, and called by the updater's converter, loss function and precision. This is done after the
+    update, which so has the bits of the run, and then everything is put back.
+    """
+
+    def __init__(self, updater: Any, iteration: int) -> None:
+        self._iteration, self._result, self._refusal = iteration, dict[str, Any](), ""
+        cls, iterator = type(updater), find_main_iterator(updater)
+        own = [name for name in ("next_batch", "autocast") if getattr(cls, name, None) is not getattr(StandardUpdater, name)]
+        if cls.update_core not in (StandardUpdater.update_core, ParallelUpdater.update_core) or own:
+            name = [*own, "update_core"][0]
+            raise NoReplay(f"{cls.__name__} has its own {name}, so that the loss of one example is not known; {_BY_HAND}")
+        if not isinstance(iterator, IndexedIterator) and not _has_plain_sampler(iterator):
+            what = "without an iterator" if iterator is None else f"from {type(iterator).__name__} {iterator.name!r}"
+            raise NoReplay(f"updates {what} have no examples of a dataset, which have a loss each; {_BY_HAND}")
+
+    def result(self) -> dict[str, Any]:
+        """Return the losses of the examples in the order of the batches, or raise `NoReplay`.
+
+        Beside ``losses`` these are their ``mean`` and the loss of the whole ``batch``, both as the updater weighs them, and
+        ``is_mean``: whether the two are equal to rounding.
+        """
+        if self._refusal:
+            raise NoReplay(self._refusal)
+        return self._result
+
+    def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
+        updater: Any = trainer.updater
+        tensors = [t for model in updater.get_all_models().values() for t in (*model.parameters(), *model.buffers())]
+        if updater.iteration + 1 != self._iteration or any(map(is_lazy, tensors)):
+            self._refusal = "this update makes the parameters of a lazy module; take a later iteration"
+            update()
+            return
+        iterator, before = updater.get_iterator("main"), [t.detach().clone() for t in tensors]
+        mark, generators = iterator.mark(), take_generators()
+        converted, given = list[Any](), list[Any]()  # before the other callbacks and after them
+
+        def note(batches: list[Any], context: Any) -> None:
+            batches.append((context.micro_step, _versions(context.batch)))
+
+        first, last = partial(note, converted), partial(note, given)
+        updater.callbacks.add("batch_on_finish", first, first=True)
+        updater.callbacks.add("batch_on_finish", last)
+        try:
+            update()
+        finally:
+            updater.callbacks.remove("batch_on_finish", first)
+            updater.callbacks.remove("batch_on_finish", last)
+        self._refusal, after = "", [t.detach().clone() for t in tensors]
+        if converted != given:
+            self._refusal = f"a callback of batch_on_finish changes batches, which may need all of one; {_BY_HAND}"
+            return
+        with preserve_rng(), torch.no_grad():
+            put_generators(generators)
+            iterator.return_to(mark)
+            batches = [next(iterator) for _ in range(converted[-1][0] + 1)]
+            try:
+                torch._foreach_copy_(tensors, before)
+                self._result = _losses_of(updater, batches)
+            except Exception as error:
+                text = f"the loss of an example alone cannot be computed in evaluation mode: {type(error).__name__}: {error}"
+                self._refusal = f"{text}\nLet the model take a batch of one there; or {_BY_HAND}"
+            finally:
+                torch._foreach_copy_(tensors, after)
+
+
+def _versions(batch: Any) -> list[Any]:
+    """Return what changes where a batch is replaced, or one of its tensors is written."""
+    return [(id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in tree_leaves(batch)]
+
+
+def _losses_of(updater: Any, batches: list[Any]) -> dict[str, Any]:
+    models = list(updater.get_all_models().values())
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    parts = updater.virtual_ranks or len(getattr(updater, "replica_devices", "1"))  # of a batch, each with its mean
+
+    def compute(rows: Any) -> tuple[float, float]:
+        inputs = updater.converter(rows, updater.device)
+        loss, weight = compute_loss(updater.get_model("main"), updater.loss_func, inputs)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise TypeError(f"there the model returns a {type(loss).__name__}{shape}, and no loss")
+        return float(loss), float(count_examples(rows) if weight is None else weight)
+
+    try:
+        for model in models:
+            model.eval()
+        with fresh_metrics(models), report_scope({}), Precision(updater.precision, models).autocast():
+            each = [compute(take_examples(batch, slice(i, i + 1))) for batch in batches for i in range(len(batch))]
+            shares = [take_examples(batch, slice(part, None, parts)) for batch in batches for part in range(parts)]
+            of_shares = [compute(share) for share in shares if count_examples(share)]
+    finally:
+        for module, training in modes:
+            module.training = training
+    losses, rounding = [loss for loss, _ in each], _ROUNDING[updater.precision]
+    (mean, _), (of_batch, _) = weighted_mean(each), weighted_mean(of_shares)
+    is_mean = math.isclose(mean, of_batch, rel_tol=rounding, abs_tol=rounding * sum(map(abs, losses)) / len(losses))
+    is_mean = is_mean or (math.isnan(mean) and math.isnan(of_batch))
+    return {"losses": losses, "mean": mean, "batch": of_batch, "is_mean": is_mean}
