@@ -5,6 +5,8 @@ import io
 import shutil
 from dataclasses import replace
 
+import numpy as np
+import torch
 from program import Fault, Options, digest, model_of
 from worlds import KINDS, MESHES, Row, close_rows, close_values, consumed, drawn, newest, same
 
@@ -34,7 +36,7 @@ def relaid(bench, number, draw, place):
 
 
 def moved(bench, place, first, second, iteration, **settings):
-    """A run of one world and layout, continued in another; export of its snapshot."""
+    """A run of one world and layout, continued in another; export of its snapshot, and the average of both."""
     first_place, saved = bench.known(*first, **settings | {"iterations": iteration})
     _, alone = bench.known("plain", 1, **settings)
     shutil.copytree(first_place / "out", place / "out")
@@ -44,18 +46,29 @@ def moved(bench, place, first, second, iteration, **settings):
     same("the examples", consumed(told), consumed(alone)[iteration:])
     close_rows(told[0]["log"], alone[0]["log"])
     close_values(told[0], alone[0])
-    model = exported(first_place, place / "model.safetensors", settings.get("net", ""))
-    same("the exported parameters", model, saved[0]["parameters"])
+    runs, net = [str(first_place / "out"), str(place / "out")], settings.get("net", "")
+    before, after = (written(net, "export", run, place / f"{number}.safetensors") for number, run in enumerate(runs))
+    same("the exported parameters", digest(before.values()), saved[0]["parameters"])
+    mean = written(net, "average", *runs, place / "mean.safetensors")
+    expected = [of_mean(before[name].numpy(), value.numpy()) for name, value in after.items()]
+    same("the averaged parameters", digest(mean.values()), digest(map(torch.from_numpy, expected)))
 
 
-def exported(place, file, net=""):
-    """What ``chainring export`` gives of a run's newest snapshot, loaded into the plain model."""
+def written(net, *command):
+    """The state of the plain model, loaded from the file that a command of ``chainring`` writes."""
     with contextlib.redirect_stdout(io.StringIO()):
-        if code := cli.main(["export", str(place / "out"), str(file)]):
-            raise WrongEndError(f"chainring export ended with {code}")
+        if code := cli.main(list(map(str, command))):
+            raise WrongEndError(f"chainring {command[0]} ended with {code}")
     model = model_of(Options(net=net), Communicator())
-    serializers.load(file, model)
-    return digest(model.state_dict().values())
+    serializers.load(command[-1], model)
+    return model.state_dict()
+
+
+def of_mean(before, after):
+    """The mean of numbers in float64; of a counter the last."""
+    if before.dtype.kind != "f":
+        return after
+    return ((before.astype(np.float64) + after.astype(np.float64)) / 2).astype(after.dtype)
 
 
 def killed(bench, number, draw, place):
@@ -73,11 +86,13 @@ def killed(bench, number, draw, place):
 ROWS = [
     Row(
         "elsewhere", "saved by 1, DDP x2, x3, FSDP2 x2, x3, and continued in each",
-        "all equal at load, then the same examples, losses to 1e-5; export gives the plain model", 100, elsewhere,
+        "all equal at load, then the same examples, losses to 1e-5; export gives the plain model, average the mean",
+        100, elsewhere,
     ),
     Row(
         "relayouts", "saved by 1, DDP, FSDP2, TP, DP x TP, FSDP2 x TP, HSDP of 2 or 4 ranks, and continued in each",
-        "all and the averages equal at load, then the same examples, losses to 1e-5; export gives the plain model",
+        "all and the averages equal at load, then the same examples, losses to 1e-5; export gives the plain model, average "
+        "the mean",
         len(LAYOUTS) ** 2, relaid,
     ),
     Row(
