@@ -190,6 +190,31 @@ def test_a_loss_of_a_batch_that_is_not_the_mean_of_its_examples_is_told(loss_fun
         assert result["batch"] == pytest.approx(math.fsum(result["losses"]), rel=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_of_which_nothing_but_rounding_is_left_is_still_told_from_a_sum(reduction, tmp_path):
+    """A row alone is rounded in another way than in a batch, which is much of the loss of a model that has learnt."""
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 1)
+            nn.init.ones_(self.layer.weight)
+            nn.init.zeros_(self.layer.bias)
+
+        def forward(self, x):
+            x = torch.cat([x + i for i in range(22)], 1)[:, :64]
+            return functional.mse_loss(self.layer(x)[:, 0], x.double().sum(1).float(), reduction=reduction)
+
+    def make():
+        model = Sums()
+        return training.StandardUpdater(serial(Pairs().x), torch.optim.SGD(model.parameters(), lr=0.0), model)
+
+    result, _ = run(make, tmp_path)
+    assert 0 < result["mean"] < 1e-6
+    assert result["mean"] != pytest.approx(result["batch"], rel=1e-3)
+    assert result["is_mean"] == (reduction == "mean")
+
+
 def test_an_example_that_is_not_a_number_is_in_the_mean_and_in_the_batch(tmp_path):
     """Which are then the same."""
 

@@ -552,7 +552,8 @@ def _position(iterator: Any) -> Any:
 
 
 _BY_HAND = "compute it from chainring.testing.replay(make_trainer, RUN, K - 1), the trainer as it was before update K"
-_ROUNDING = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}  # of means of losses, relative to the losses
+_ROUNDING = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}  # of what autocast computes
+_TF32 = 2.0**-11  # of what accelerators may compute in float32
 
 
 class ExampleLosses(Observer):
@@ -631,11 +632,12 @@ def _versions(batch: Any) -> list[Any]:
 def _losses_of(updater: Any, batches: list[Any]) -> dict[str, Any]:
     models = list(updater.get_all_models().values())
     modes = [(module, module.training) for model in models for module in model.modules()]
+    main = updater.get_model("main")
     parts = updater.virtual_ranks or len(getattr(updater, "replica_devices", "1"))  # of a batch, each with its mean
 
     def compute(rows: Any) -> tuple[float, float]:
         inputs = updater.converter(rows, updater.device)
-        loss, weight = compute_loss(updater.get_model("main"), updater.loss_func, inputs)
+        loss, weight = compute_loss(main, updater.loss_func, inputs)
         if not isinstance(loss, Tensor) or loss.ndim:
             shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise TypeError(f"there the model returns a {type(loss).__name__}{shape}, and no loss")
@@ -645,14 +647,17 @@ def _losses_of(updater: Any, batches: list[Any]) -> dict[str, Any]:
         for model in models:
             model.eval()
         with fresh_metrics(models), report_scope({}), Precision(updater.precision, models).autocast():
-            each = [compute(take_examples(batch, slice(i, i + 1))) for batch in batches for i in range(len(batch))]
+            rows = [take_examples(batch, slice(i, i + 1)) for batch in batches for i in range(len(batch))]
             shares = [take_examples(batch, slice(part, None, parts)) for batch in batches for part in range(parts)]
-            of_shares = [compute(share) for share in shares if count_examples(share)]
+            each, whole = list(map(compute, rows)), [compute(share) for share in shares if count_examples(share)]
+            for p in filter(Tensor.is_floating_point, main.parameters()):  # how much of the losses is rounding
+                rounding = max(torch.finfo(p.dtype).eps, _ROUNDING[updater.precision], 0.0 if p.is_cpu else _TF32)
+                p.mul_(1 + rounding * torch.randn_like(p).sign())
+            noise = [abs(compute(row)[0] - loss) for row, (loss, _) in zip(rows, each, strict=True)]
     finally:
         for module, training in modes:
             module.training = training
-    losses, rounding = [loss for loss, _ in each], _ROUNDING[updater.precision]
-    (mean, _), (of_batch, _) = weighted_mean(each), weighted_mean(of_shares)
-    is_mean = math.isclose(mean, of_batch, rel_tol=rounding, abs_tol=rounding * sum(map(abs, losses)) / len(losses))
+    (mean, _), (of_batch, _) = weighted_mean(each), weighted_mean(whole)
+    is_mean = math.isclose(mean, of_batch, rel_tol=1e-5, abs_tol=8 * sum(noise) / len(noise))
     is_mean = is_mean or (math.isnan(mean) and math.isnan(of_batch))
-    return {"losses": losses, "mean": mean, "batch": of_batch, "is_mean": is_mean}
+    return {"losses": [loss for loss, _ in each], "mean": mean, "batch": of_batch, "is_mean": is_mean}
