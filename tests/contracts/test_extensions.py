@@ -80,6 +80,7 @@ EXTENSIONS = {
     "StepShift": lambda: extensions.StepShift("lr", 0.5, 2),
     "SystemMetrics": lambda: extensions.SystemMetrics(trigger=(2, "iteration")),
     "Throughput": throughput,
+    "Timer": lambda: extensions.Timer(1e6),
     "WarmupShift": lambda: extensions.WarmupShift("lr", 0.01, 4, 0.1),
     "observe_lr": extensions.observe_lr,
     "observe_value": lambda: extensions.observe_value("twice", lambda trainer: 2 * trainer.updater.iteration),

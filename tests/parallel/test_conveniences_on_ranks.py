@@ -1,10 +1,15 @@
 """What users expect of any trainer, on several ranks."""
 
+import os
+import time
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from chainring import report, training
 from chainring.iterators import LoaderIterator, SerialIterator
+from chainring.training import extensions
 from chainring.training.extensions import predict
 from rank_pair import on_ranks
 
@@ -37,3 +42,66 @@ def test_ranks_share_what_is_predicted_and_each_returns_all_in_order():
         assert torch.equal(y, expected)
         assert virtual_ranks == 5
         assert "not per_rank" in refusal
+
+
+class Line(nn.Module):
+    """Returns and reports a loss of one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        loss = (x * self.weight - 1).square().mean()
+        report({"loss": loss}, self)
+        return loss
+
+
+def trainer_of(comm, out, stop=(9, "iteration"), **settings):
+    model = Line()
+    updater = training.StandardUpdater(
+        SerialIterator(DATA, 4), torch.optim.SGD(model.parameters(), 1e-4), model, comm=comm, **settings
+    )
+    trainer = training.Trainer(updater, stop, out=out)
+    trainer.extend(extensions.snapshot(autoload=True), trigger=(100, "iteration"))
+    return trainer, model
+
+
+def timed(comm, out):
+    """The first job ends by the clock of rank 0 alone, and the second trains five updates more."""
+    found = []
+    for seconds in (1e5 if comm.rank else 0, 1e5):
+        os.environ["SLURM_JOB_END_TIME"] = str(int(time.time() + seconds))
+        trainer, _ = trainer_of(comm, out, (found[1] + 5 if found else 1000, "iteration"))
+        trainer.extend(extensions.Timer(margin=0))
+        try:
+            trainer.run()
+        except training.Interrupted as error:
+            found.append(error.code)
+        found.append(trainer.updater.iteration)
+    return found
+
+
+def test_ranks_end_after_the_same_iteration_when_one_has_no_time_left(tmp_path):
+    """And the next job continues from there."""
+    first, second = on_ranks(2, timed, str(tmp_path))
+    assert first == second, first
+    code, ended, continued = first
+    assert (code, continued) == (142, ended + 5)
+
+
+def asked(comm, out):
+    trainer, _ = trainer_of(comm, out, (9, "epoch"))
+
+    def ask(trainer):
+        if trainer.updater.iteration == 4:
+            trainer.stop_at_epoch_end()
+
+    trainer.extend(ask)
+    trainer.run()
+    return trainer.updater.iteration
+
+
+def test_ranks_stop_with_the_epoch_under_way(tmp_path):
+    """All after the same iteration as one would: the sixth, with which the second pass over eleven examples is over."""
+    assert on_ranks(2, asked, str(tmp_path)) == [6, 6]

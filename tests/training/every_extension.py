@@ -116,6 +116,7 @@ EXTENSIONS = {
     "StepShift": shifting(extensions.StepShift, 0.5, 3),
     "SystemMetrics": alone(lambda: extensions.SystemMetrics((1, "iteration"))),
     "Throughput": alone(lambda: extensions.Throughput((1, "iteration"))),
+    "Timer": alone(lambda: extensions.Timer(1e6)),
     "WarmupShift": shifting(extensions.WarmupShift, 0.001, 6, None),
     "observe_lr": {"extra": lambda net, optimizer: [*scheduled(net, optimizer), (extensions.observe_lr(), OFTEN)]},
     "observe_value": alone(lambda: extensions.observe_value("time", lambda trainer: trainer.elapsed_time), OFTEN),

@@ -231,7 +231,7 @@ class Run:
         if trainer.is_replaying:
             recorded = self.commands.replayed
         self.commands.again = recorded[len(self.commands.done) :]
-        trainer.interruption.needs_answer |= bool(self.commands.again)
+        trainer.interruption.needs_answer |= bool(self.commands.again or self.commands.last_epoch)
         prepare(trainer)
         self._started_triggers = []
         self.initialize_trigger(trainer.stop_trigger, trainer)
@@ -303,6 +303,7 @@ class Commands:
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []  # those that have acted on the state, and are saved with it
         self.replayed: list[dict[str, Any]] = []  # those of the run that this one repeats
+        self.last_epoch: list[Any] = []  # at whose end the run was asked to stop, and the stop trigger that it had then
         self.again: list[dict[str, Any]] = []  # those that come after them in the record, to be carried out again
 
 
@@ -475,8 +476,8 @@ class Interruption:
             self._request(_SNAPSHOT)
         else:
             self._sigint_count += signum == signal.SIGINT
-            is_first, self.signum = self.signum is None, self.signum or signum
-            self.ends_run = self.ends_run or not self.is_shared
+            is_first = self.signum is None
+            self.end_run(signum)
             if is_first and not self.is_nested and self._comm.world.is_main:  # not by print, in which it may have come
                 again = ", Ctrl-C again ends it at once" if signum == signal.SIGINT else ""
                 text = f"{signal.Signals(signum).name}: the run ends after this iteration{again}\n"
@@ -493,6 +494,12 @@ class Interruption:
         """Forget a comparison that is under way, of more ranks than there are now; what it may have told is told again."""
         self._read_maximum = lambda: 0
         self._requests.append(_SNAPSHOT if self.continues_after_sigusr1 else _COMMANDS)
+
+    def end_run(self, signum: int) -> None:
+        """Let the run end as if this signal had come; any thread may call it."""
+        self.signum = self.signum or signum
+        self.ends_run = self.ends_run or not self.is_shared
+        self.needs_answer = self.needs_answer or not self.is_shared
 
     def replace_snapshot(self) -> None:
         """Let a snapshot be taken before the next iteration, in place of one that rank 0 has not completed."""

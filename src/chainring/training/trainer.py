@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
@@ -16,6 +18,7 @@ from chainring._distributed.progress import reporting_position
 from chainring._hints import hinting
 from chainring._messages import Place, info, warn
 from chainring._progress import raise_unless_end
+from chainring.iterators.base import check_epoch_period
 from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._models import try_loading
@@ -40,6 +43,7 @@ from chainring.training._run_directory import resolve_out
 from chainring.training.triggers.base import (
     ReachedTrigger,
     TriggerLike,
+    count_progress,
     describe,
     get_stop_trigger,
     serialize_inner_trigger,
@@ -319,7 +323,7 @@ class Trainer(Stateful):
                 with self.reporter.scope(self.observation):
                     while True:
                         try:
-                            self._iterate()
+                            _iterate(self)
                             break
                         except RollBack as reason:
                             run.roll_back(self, reason)
@@ -331,61 +335,34 @@ class Trainer(Stateful):
         if failure is not None:
             raise failure
 
-    def _iterate(self) -> None:
-        """Train until the run ends, or an extension sends it back to a snapshot."""
-        # hot path: "no extension", "an idle extension more"
-        first, spent = self.updater.iteration, self._run.spent
-        ends = surround(self._observers, "ends", self, call=partial(_ends, self))
-        update = surround(self._observers, "around_update", self, call=self.updater.update)
-        if self.comm.survives:  # both are done again, by the ranks that are left, if some are lost meanwhile
-            from chainring.training._repeat import RepeatableUpdate  # which few programs need
+    def stop_at_epoch_end(self) -> None:
+        """Let the run end with the epoch that is under way, as if the stop trigger fired there; at its end, at once.
 
-            ends = partial(self._run.repeat, self, ends)
-            update = partial(self._run.repeat, self, RepeatableUpdate(self, self._run.carried, update))
-        steps = [_step_of(entry, self) for entry in self.entries if not entry.is_snapshot]
-        snapshots = [_step_of(entry, self) for entry in self.entries if entry.is_snapshot]
-        if not self.is_replaying and any(entry.optional("target") is None for entry, *_ in snapshots):
-            tries: Callable[[Trainer], bool] = partial(_try_state, snapshots)
-            tries = partial(self._run.repeat, self, tries) if self.comm.survives else tries
-            snapshots.append((snapshots[0][0], None, tries, snapshots[0][3]))
-        while not ends():
-            previous = self.reported
-            self.reported = self.reporter.reported = Reported()
-            try:
-                update()
-            except StopIteration as error:
-                raise_unless_end(self.updater, error)
-                self.reported = previous
-                if self.stop_trigger is not get_stop_trigger(None):
-                    warn(
-                        f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
-                        f"{self.stop_trigger} fired. A DataLoader itself, instead of iter(loader), and an iterator with "
-                        "repeat=True start a new epoch instead",
-                    )
-                return
-            for entry, observe, fires, call in steps:
-                if observe is not None:
-                    observe()
-                if fires is None:
-                    self.extension_name = entry.name
-                    call()
-                    self.extension_name = None
-                elif fires(self):
-                    self.extension_name, began = entry.name, time.perf_counter()
-                    call()
-                    self.extension_name = None
-                    spent[entry.name] += time.perf_counter() - began
-            due = []
-            for step in snapshots:  # all of them are asked before the first is taken
-                _, observe, fires, _ = step
-                if observe is not None:
-                    observe()
-                if fires is None or fires(self):
-                    due.append(step)
-            if due:
-                _take_snapshots(self, due)
-        if self.is_resumed and self.updater.iteration == first and not self.interruption.ends_run:
-            info(_describe_finished(self))
+        It is saved with the run, so one that is killed before ends there too, and the same command does not train further:
+        as after the stop trigger, give another one for that. All of several ranks call it after the same iteration.
+
+        Example::
+
+            @make_extension(trigger=(100, "iteration"))
+            def watch_for_a_file(trainer):  # rank 0 looks, and all ranks learn what it has seen
+                if trainer.comm.broadcast_object(Path("enough").exists()):
+                    trainer.stop_at_epoch_end()
+
+        Raises:
+            ValueError: the updater or its iterator counts no epochs.
+            RuntimeError: the run has not begun.
+        """
+        if self.is_rehearsing or self._run.commands.last_epoch:
+            return
+        if self._run.started_at is None:
+            raise RuntimeError(
+                'stop_at_epoch_end() is for a run under way; give a stop trigger: Trainer(updater, (1, "epoch"))'
+            )
+        check_epoch_period(self.updater, Fraction(1))
+        self.comm.world.barrier()  # a rank that calls it alone waits here, where it is named, and not in the last update
+        last = max(1, math.ceil(count_progress(self.updater, "epoch")))
+        self._run.commands.last_epoch = [last, describe(self.stop_trigger, as_setting=True)]
+        self.interruption.needs_answer = True
 
     def watch(self, observer: Observer) -> Callable[[], None]:
         """Let an observer look on from the beginning of the loop, and return a function that ends this.
@@ -462,7 +439,12 @@ class Trainer(Stateful):
 
                 restore_stop_trigger(self, run.commands.done)
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
-            visit_setting(serializer, "stop_trigger_setting", describe(self.stop_trigger, as_setting=True), "stop trigger")
+            stop_setting = describe(self.stop_trigger, as_setting=True)
+            visit_setting(serializer, "stop_trigger_setting", stop_setting, "stop trigger")
+            if is_loading or run.commands.last_epoch:
+                last_epoch = visit_optional(serializer, "last_epoch", [] if is_loading else run.commands.last_epoch)
+                is_same = last_epoch[1:] == [stop_setting]  # with another stop trigger the run trains on
+                run.commands.last_epoch = last_epoch if is_same else []
             generators = _visit_generators(serializer["generators"], self, loaded.generators)
             observation = serializer["observation"]
             if isinstance(serializer, Deserializer):
@@ -512,6 +494,63 @@ def _visit_generators(serializer: AbstractSerializer, trainer: Trainer, loaded: 
     return generators
 
 
+def _iterate(trainer: Trainer) -> None:
+    """Train until the run ends, or an extension sends it back to a snapshot."""
+    # hot path: "no extension", "an idle extension more"
+    first, spent = trainer.updater.iteration, trainer._run.spent
+    ends = surround(trainer._observers, "ends", trainer, call=partial(_ends, trainer))
+    update = surround(trainer._observers, "around_update", trainer, call=trainer.updater.update)
+    if trainer.comm.survives:  # both are done again, by the ranks that are left, if some are lost meanwhile
+        from chainring.training._repeat import RepeatableUpdate  # which few programs need
+
+        ends = partial(trainer._run.repeat, trainer, ends)
+        update = partial(trainer._run.repeat, trainer, RepeatableUpdate(trainer, trainer._run.carried, update))
+    steps = [_step_of(entry, trainer) for entry in trainer.entries if not entry.is_snapshot]
+    snapshots = [_step_of(entry, trainer) for entry in trainer.entries if entry.is_snapshot]
+    if not trainer.is_replaying and any(entry.optional("target") is None for entry, *_ in snapshots):
+        tries: Callable[[Trainer], bool] = partial(_try_state, snapshots)
+        tries = partial(trainer._run.repeat, trainer, tries) if trainer.comm.survives else tries
+        snapshots.append((snapshots[0][0], None, tries, snapshots[0][3]))
+    while not ends():
+        previous = trainer.reported
+        trainer.reported = trainer.reporter.reported = Reported()
+        try:
+            update()
+        except StopIteration as error:
+            raise_unless_end(trainer.updater, error)
+            trainer.reported = previous
+            if trainer.stop_trigger is not get_stop_trigger(None):
+                warn(
+                    f"the training iterator ended after {trainer.updater.iteration} iterations, before the stop trigger "
+                    f"{trainer.stop_trigger} fired. A DataLoader itself, instead of iter(loader), and an iterator with "
+                    "repeat=True start a new epoch instead",
+                )
+            return
+        for entry, observe, fires, call in steps:
+            if observe is not None:
+                observe()
+            if fires is None:
+                trainer.extension_name = entry.name
+                call()
+                trainer.extension_name = None
+            elif fires(trainer):
+                trainer.extension_name, began = entry.name, time.perf_counter()
+                call()
+                trainer.extension_name = None
+                spent[entry.name] += time.perf_counter() - began
+        due = []
+        for step in snapshots:  # all of them are asked before the first is taken
+            _, observe, fires, _ = step
+            if observe is not None:
+                observe()
+            if fires is None or fires(trainer):
+                due.append(step)
+        if due:
+            _take_snapshots(trainer, due)
+    if trainer.is_resumed and trainer.updater.iteration == first and not trainer.interruption.ends_run:
+        info(_describe_finished(trainer))
+
+
 def _ends(trainer: Trainer) -> bool:
     """Return True if a signal or the stop trigger ends the run before the next iteration."""
     interruption = trainer.interruption
@@ -543,7 +582,10 @@ def _answer(trainer: Trainer) -> bool:
     trainer.is_final_snapshot = False
     if ("commands" in wants or commands.again) and _carry_out(trainer, "commands" in wants):
         return True
-    interruption.needs_answer |= bool(commands.again)
+    last_epoch = commands.last_epoch
+    if last_epoch and count_progress(trainer.updater, "epoch") >= last_epoch[0]:
+        return True
+    interruption.needs_answer |= bool(commands.again or last_epoch)
     return interruption.ends_run and not interruption.is_nested
 
 
@@ -660,6 +702,8 @@ def _describe_finished(trainer: Trainer) -> str:
     updater, trigger = trainer.updater, trainer.stop_trigger
     epoch = f"epoch {updater.epoch}, " if getattr(updater, "counts_epochs", True) else ""
     position = f"already finished at {epoch}iteration {updater.iteration}"
+    if trainer._run.commands.last_epoch:
+        return f"{position}: stop_at_epoch_end() has ended the training here; give another stop trigger to train further"
     if not isinstance(trigger, ReachedTrigger):
         return f"{position}: {describe(trigger)} stops the training here; give another stop trigger to train further"
     seconds = f", {trainer.elapsed_time:.0f} seconds" if trigger.unit == "second" else ""

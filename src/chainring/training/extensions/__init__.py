@@ -8,7 +8,7 @@ from chainring.training.extensions.exponential_moving_average import Exponential
 from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
 from chainring.training.extensions.log_report import LogReport
 from chainring.training.extensions.lr_scheduler import LRScheduler
-from chainring.training.extensions.performance import Profiler, SystemMetrics, Throughput
+from chainring.training.extensions.performance import Profiler, SystemMetrics, Throughput, Timer
 from chainring.training.extensions.pictures import DumpGraph, PlotReport, dump_graph
 from chainring.training.extensions.print_report import PrintReport
 from chainring.training.extensions.progress_bar import ProgressBar
@@ -61,6 +61,7 @@ __all__ = [
     "StepShift",
     "SystemMetrics",
     "Throughput",
+    "Timer",
     "WarmupShift",
     "defaults",
     "dump_graph",

@@ -1,4 +1,4 @@
-"""Throughput, SystemMetrics and Profiler: the speed of training, and what it takes of the machine."""
+"""Throughput, SystemMetrics, Profiler and Timer: the speed of training, what it takes of the machine, and its time there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import datetime
 import functools
 import json
 import math
+import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from chainring._checks import is_number
 from chainring._files import atomic_write, replace_file
+from chainring._messages import info
 from chainring.reporting.reporter import report
 from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training._entry import Observer
@@ -444,3 +448,74 @@ class Profiler(PhaseWatch):
             share, milliseconds = seconds / (total or 1), 1000 * seconds / (self.iterations or 1)
             lines.append(f"{phase:<{width}}{share:>7.1%}{milliseconds:>15.3f}{seconds:>12.3f}")
         return "\n".join(lines) + "\n"
+
+
+class Timer(Extension):
+    """Ends the run before the time of its job is over, so that the next job continues it with the same command.
+
+    It ends as by a signal: the iteration is completed, all snapshots are taken, and `Interrupted` is raised, with the code
+    142 of SIGALRM. Several ranks end after the same iteration. The time is that of a job, and no state of the run: for a
+    length of training over all jobs, give the stop trigger ``(3600, "second")``.
+
+    Example::
+
+        trainer.extend(extensions.snapshot(autoload=True))
+        trainer.extend(extensions.Timer())  # in a job of Slurm
+
+    Args:
+        limit: seconds from the beginning of `Trainer.run`. By default the end of the job is read from the variable
+            ``SLURM_JOB_END_TIME``, which Slurm sets; without it there is no limit, and a line says so.
+        margin: how many seconds before the limit the run is asked to end: as many as the longest iteration takes, with an
+            evaluation, and the snapshots.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: the margin is below 0, or the limit is not above it; or the variable is not a number.
+    """
+
+    trigger = staticmethod(never)
+
+    def __init__(self, limit: float | None = None, margin: float = 120.0) -> None:
+        longest = math.inf if limit is None else limit
+        if not (is_number(longest) and is_number(margin)):
+            raise TypeError(f"limit and margin of a Timer are numbers of seconds, got {limit!r} and {margin!r}")
+        if not 0 <= margin < longest:
+            raise ValueError(f"the margin of a Timer is at least 0 and less than its limit, got {margin!r} of {limit!r}")
+        self.limit, self.margin = limit, margin
+        self._ends_at: float | None = None  # on a monotonic clock
+        self._thread: threading.Timer | None = None
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Do nothing: the time passes by itself."""
+
+    def initialize(self, trainer: Trainer) -> None:
+        if trainer.is_replaying or trainer.is_rehearsing:
+            return
+        seconds, end = self.limit, os.environ.get("SLURM_JOB_END_TIME")
+        if seconds is None and end is not None:
+            if not end.strip().isdigit():
+                raise ValueError(f"SLURM_JOB_END_TIME is the end of the job in seconds since 1970, got {end!r}; give limit=")
+            seconds = int(end) - time.time()
+        if seconds is None:
+            if trainer.comm.is_main:
+                info("Timer: there is no limit, since neither limit= nor SLURM_JOB_END_TIME is given")
+            return
+        self._ends_at = time.monotonic() + seconds - self.margin if self._ends_at is None else self._ends_at
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            self._end(trainer)
+            return
+        self._thread = threading.Timer(min(left, threading.TIMEOUT_MAX), self._end, [trainer])
+        self._thread.daemon = True
+        self._thread.start()
+
+    def _end(self, trainer: Trainer) -> None:
+        if trainer.comm.is_main:
+            info(f"Timer: the run ends after this iteration, {self.margin:g} seconds before its limit")
+        trainer.interruption.end_run(signal.SIGALRM)
+
+    def finalize(self) -> None:
+        if self._thread is not None:
+            self._thread.cancel()
+            self._thread.join()
+            self._thread = None
