@@ -89,11 +89,12 @@ faults: $(VENV)/.libraries  ## kills, signals, damage, random programs, lost ran
 	$(VENV)/libraries/bin/python tests/faults/run.py --large
 	$(BIN)/python tests/distributed/run.py --large
 
-lint: install  ## style and types
+lint: install  ## style, types and workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/zizmor --offline --quiet .github
 
 wheel: install  ## build the wheel, install it elsewhere, and run the demo there
 	PYTHON=$(BIN)/python .ci/check_wheel

@@ -37,7 +37,7 @@ def test_the_changelog_has_the_changes_since_the_last_release_on_top():
 def test_ci_calls_targets_of_the_makefile():
     """Those of .ci/run, for every Python that the metadata name."""
     workflow = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
-    (job,) = workflow["jobs"].values()
+    job = workflow["jobs"]["test"]
     matrix = job["strategy"]["matrix"]
     steps = "\n".join(step.get("run", "") for step in job["steps"])
     called = set(re.findall(r"make (\w+)", steps)) | set(matrix["command"])
@@ -47,6 +47,57 @@ def test_ci_calls_targets_of_the_makefile():
     named = [c.rpartition(" :: ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
     assert matrix["python"] == named
     assert PROJECT["requires-python"] == f">={named[0]}"
+
+
+def test_the_page_on_support_has_the_versions_of_the_metadata():
+    """Those of Python from the oldest to the newest that is named, and the oldest of PyTorch and NumPy."""
+    page = (ROOT / "docs" / "support.md").read_text()
+    named = [c.rpartition(" :: ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    assert f"| Python | {named[0]} to {named[-1]} |" in page
+    oldest = dict(line.split(">=") for line in PROJECT["dependencies"])
+    assert f"| PyTorch | {oldest['torch']} to the newest |" in page
+    assert f"| NumPy | {oldest['numpy']} and 2 |" in page
+
+
+SYSTEMS = {"ubuntu": "POSIX :: Linux", "macos": "MacOS", "windows": "Microsoft :: Windows"}
+
+
+def test_the_metadata_name_the_systems_on_which_ci_must_pass():
+    """One on which it may fail is not named."""
+    jobs = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]
+    system = jobs["system"]
+    tried = [jobs["test"]["runs-on"], *system["strategy"]["matrix"]["system"]]
+    must = {SYSTEMS[each.partition("-")[0]] for each in tried if each not in system["continue-on-error"]}
+    prefix = "Operating System :: "
+    assert {c.removeprefix(prefix) for c in PROJECT["classifiers"] if c.startswith(prefix)} == must
+    assert "Windows is not supported" in (ROOT / "docs" / "start.md").read_text() or SYSTEMS["windows"] in must
+
+
+def test_the_versions_of_pytorch_in_ci_begin_with_the_oldest_that_is_required():
+    """Each is one that `make compat` knows; the last two are the newest and the next."""
+    workflow = yaml.safe_load((GITHUB / "workflows" / "compat.yml").read_text())
+    versions = workflow["jobs"]["compat"]["strategy"]["matrix"]["torch"]
+    known = re.findall(r'^    "([\w.]+)": \[', (ROOT / "tests" / "compat" / "run.py").read_text(), re.MULTILINE)
+    assert versions == known
+    assert f"torch>={versions[0]}" in PROJECT["dependencies"]
+    assert versions[-2:] == ["newest", "nightly"]
+
+
+@pytest.mark.parametrize("workflow", sorted((GITHUB / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_every_action_is_pinned(workflow):
+    """To a commit, with its version beside it, for a tag could be moved to other code; one action has one version."""
+    used = re.findall(r"uses: (.*)", workflow.read_text())
+    assert all(re.fullmatch(r"[\w-]+/[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", each) for each in used)
+    everywhere = set(re.findall(r"uses: (.*)", "".join(path.read_text() for path in (GITHUB / "workflows").glob("*.yml"))))
+    assert len({each.partition("@")[0] for each in everywhere}) == len(everywhere)
+
+
+def test_the_hosted_documents_are_made_by_the_command_that_contributors_use():
+    """With warnings being errors, into the folder that the service names."""
+    commands = yaml.safe_load((ROOT / ".readthedocs.yaml").read_text())["build"]["jobs"]["build"]["html"]
+    (ours,) = re.findall(r"^\t\$\(BIN\)/(python -m sphinx .*) build/docs$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert commands == [f"{ours} $READTHEDOCS_OUTPUT/html"]
+    assert PROJECT["urls"]["Documentation"] in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["bug", "feature"])
@@ -83,7 +134,8 @@ def test_every_extra_is_installed_for_the_tests():
     """So that no test is left out where a contributor has installed what the commands install."""
     extras = PROJECT["optional-dependencies"]
     name = re.compile(r"[\w-]+")
-    installed = {name.match(line).group() for line in PYPROJECT["dependency-groups"]["dev"] + extras["examples"]}
+    lines = [line for line in PYPROJECT["dependency-groups"]["dev"] if isinstance(line, str)] + extras["examples"]
+    installed = {name.match(line).group() for line in lines}
     wanted = {name.match(line).group() for lines in extras.values() for line in lines}
     assert wanted <= installed
 

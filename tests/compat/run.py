@@ -23,6 +23,7 @@ VERSIONS = {
     "2.6": ["torch==2.6.0", "numpy==1.26.*"],
     "2.9": ["torch==2.9.*"],
     "newest": ["torch"],
+    "nightly": ["--extra-index-url https://download.pytorch.org/whl/nightly/cpu", "torch>=2.6.dev0"],
 }
 WITHOUT_NUMPY_1 = ["datasets", "pyarrow"]  # they demand NumPy 2, and their tests are skipped
 HEAD = (
@@ -116,7 +117,7 @@ def main():
     """Run what the command line asks for; the exit code says whether anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environments", type=Path)
-    parser.add_argument("--torch", nargs="+", choices=list(VERSIONS), default=list(VERSIONS))
+    parser.add_argument("--torch", nargs="+", choices=list(VERSIONS), default=["2.6", "2.9", "newest"])
     parser.add_argument("--again", action="store_true", help="run the files with failures again, and keep the other results")
     arguments, others = parser.parse_known_args()
     others = [each for each in others if each != "--"]
