@@ -26,7 +26,8 @@ PAGES = sorted(
     {*DOCS.rglob("*.md")} - {DOCS / "versions-table.md", DOCS / "pictures" / "growth-table.md"}
 )  # which others include
 MIGRATION = sorted(page for page in (DOCS / "migration").glob("*.md") if page.name != "index.md")
-TEXTS = sorted([*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+SKILL = ROOT / "src" / "chainring" / "SKILL.md"
+TEXTS = sorted([*PAGES, SKILL, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BEFORE = "{code-block} python"
 LIBRARIES = {"hugging-face": "transformers", "nanogpt": "torch", "pfn-extras": "pytorch_pfn_extras", "torchvision": "torch"}

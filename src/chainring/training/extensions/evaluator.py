@@ -420,7 +420,7 @@ def predict(
         comm: the communicator; every rank calls this function, with the same data.
 
     Returns:
-        What the model returns, of all batches: ``tensor[i]`` belongs to example i.
+        What the model returns, of all batches; ``tensor[i]`` belongs to example i.
 
     Raises:
         ValueError: the iterator repeats, or gives no batch; what the model returns has not a row for each example, or rows
