@@ -34,6 +34,15 @@ def test_the_changelog_has_the_changes_since_the_last_release_on_top():
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])
 
 
+def test_the_notes_of_a_release_begin_with_a_screen_of_what_matters():
+    """Above all changes: a sentence, at most ten points, and no more lines than a window has."""
+    for release in re.split(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        top = release.split("\n### ")[0].strip().splitlines()
+        assert len(top) <= 35
+        assert not top or not top[0].startswith("- ")
+        assert sum(line.startswith("- ") for line in top) <= 10
+
+
 def test_ci_calls_targets_of_the_makefile():
     """Those of .ci/run, for every Python that the metadata name."""
     workflow = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
