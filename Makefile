@@ -32,7 +32,7 @@ LONG := $(addprefix tests/test_,black_box_page.py docs.py) tests/examples \
 	$(addprefix tests/parallel/test_,late_ranks.py survival.py balance.py audit.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py memory_on_ranks.py) \
 	$(addprefix tests/training/updaters/test_,compiled_update.py virtual_memory.py) $(addprefix tests/training/extensions/test_,virtual_evaluation.py rank_times.py) \
 	$(addprefix tests/testing/test_,verify_resume.py verify_resume_verdicts.py replay.py) \
-	$(addprefix tests/cli/test_,replay_commands.py reproduce_command.py verify_resume_command.py diff_script.py) \
+	$(addprefix tests/cli/test_,replay_commands.py commanded_runs.py reproduce_command.py verify_resume_command.py diff_script.py) \
 	$(addprefix tests/test_,first_computation.py wrong_programs.py distributed_examples.py notebook.py portability.py terminal.py) \
 	$(addprefix tests/serializers/test_,hostile_checkpoints.py hostile.py foreign_on_ranks.py) \
 	$(addprefix tests/training/test_,control.py everything_resumes.py hostile_out.py nothing_left.py) $(addprefix tests/parallel/test_,agreement.py conveniences_on_ranks.py recorder_on_ranks.py sharded_layouts.py diff_of_ranks.py moves.py launchers.py) \

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 
 import pytest
 from reader import NARROW, WIDE, Reader
@@ -313,3 +314,19 @@ def test_resizing_the_window_resizes_the_curves(chromium, result):
         reader.page.set_viewport_size(WIDE)
         reader.settle()
         assert reader.chart("main/loss").locator("canvas").bounding_box()["width"] > NARROW["width"]
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW])
+def test_an_upright_line_is_where_a_command_was_carried_out(chromium, tmp_path, size):
+    """Also at the last row, which is at the edge of the chart."""
+    start = {"iteration": 0, "time": "2026-01-01T00:00:00+00:00", "host": "here", "pid": 1}
+    commands = [
+        {"id": str(iteration), "iteration": iteration, "command": "snapshot", "time": start["time"]}
+        for iteration in (30, 60, 100)
+    ]
+    recorded(tmp_path, starts=[start], commands=commands)
+    with Reader(chromium, logged(tmp_path, falling(100)), size) as reader:
+        columns = Counter(right for right, _ in reader.pixels("main/loss", "--soft"))
+        lines = sorted(right for right, count in columns.items() if count > 100)
+        assert len(lines) == 3
+        assert (lines[2] - lines[0]) / (lines[1] - lines[0]) == pytest.approx(70 / 30, abs=0.05)

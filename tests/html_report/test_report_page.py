@@ -197,6 +197,37 @@ def test_the_name_of_the_directory_is_text_too(tmp_path):
     assert "<b>x&y" in reader.text
 
 
+START = {"iteration": 0, "time": "2026-01-01T00:00:00+00:00", "host": "here", "pid": 1}
+COMMANDS = [
+    {"id": "30", "iteration": 30, "command": "lr=0.02", "was": 0.001, "time": "2026-01-01T00:01:00+00:00"},
+    {"id": "60", "iteration": 60, "command": "weights=a:1,b:3", "was": "a:0.75,b:0.25", "time": "2026-01-01T00:02:00+00:00"},
+    {"id": "70", "iteration": 70, "command": "lr=2", "refused": "a schedule sets it", "time": "2026-01-01T00:03:00+00:00"},
+    {"id": "100", "iteration": 100, "command": "stop", "time": "2026-01-01T00:04:00+00:00"},
+]
+
+
+@pytest.mark.parametrize(
+    ("starts", "commands", "words"),
+    [
+        (1, COMMANDS, "An upright line is where a command was carried out."),
+        (2, COMMANDS, "An upright line is where the run was resumed, or a command was carried out."),
+        (2, COMMANDS[2:3], "An upright line is where the run was resumed."),
+    ],
+)
+def test_the_page_says_what_was_commanded_and_which_lines_mark_it(tmp_path, starts, commands, words):
+    """With what was there before, as a command writes it; what was refused has no line."""
+    recorded(tmp_path, starts=[START] * starts, commands=commands)
+    text = page(logged(tmp_path, falling(100)))
+    shown = Reader(text)
+    assert words in shown.text
+    assert ("h3", {}) in shown.tags
+    marks = [command["iteration"] for command in commands if "refused" not in command]
+    assert data_of(text)["runs"][0]["marks"] == [0] * (starts - 1) + marks
+    assert "refused: a schedule sets it" in shown.text
+    if len(commands) > 1:
+        assert "weights=a:1,b:3 60 a:0.75,b:0.25" in shown.text
+
+
 def test_values_that_json_lacks_do_not_break_the_points(tmp_path):
     """They are gaps there, and counted beside the chart."""
     values = [1.0, float("nan"), "NaN", "Infinity", float("-inf"), 1e400, 2.0]

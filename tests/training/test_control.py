@@ -50,7 +50,7 @@ def test_commands_are_carried_out_between_two_iterations(commanded, tmp_path):
     entries = recorded(out)
     at = entries[0]["iteration"]
     assert [(entry["command"], entry["iteration"], entry.get("was")) for entry in entries] == [
-        (GIVEN[0], at, 0.1), (GIVEN[1], at, None), (GIVEN[2], at, {"web": 0.5, "code": 0.5})
+        (GIVEN[0], at, 0.1), (GIVEN[1], at, None), (GIVEN[2], at, "web:0.5,code:0.5")
     ]  # fmt: skip
     assert printed[0] == f"control: lr=0.05 (was 0.1) after iteration {at}"
     assert printed[2] == "control: calls 1"  # what the extension has reported

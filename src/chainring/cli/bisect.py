@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
     recorded, condition = RecordedRun(options.run_directory, options.script, options.arguments), options.bad
     key = condition.key
     evidence = collect(recorded.run, key, looks_into_snapshots=options.monotone)
-    last, goes_on, replayed = evidence.last if options.to is None else options.to, options.to is None, None
+    last, replayed = evidence.last if options.to is None else options.to, None
+    goes_on = options.to is None and not _was_stopped(recorded.run.record, last)
     if last == 0 and not goes_on:
         raise ValueError("--to is the last iteration to look at, and the first is 1; 0 is the state before it")
     if evidence.first_unknown(condition) <= last or goes_on:
@@ -87,6 +88,13 @@ def run(options: argparse.Namespace) -> int:
     answer = _answer(options, recorded, evidence, replayed, last)
     show(options, answer, _lines(answer, replayed, condition))
     return 0 if answer["found"] else 1
+
+
+def _was_stopped(record: Mapping[str, Any], last: int) -> bool:
+    """Return whether a command has ended the run after this iteration, and nobody has started it again."""
+    stops = [entry for entry in record.get("commands", ()) if entry["command"] == "stop" and "refused" not in entry]
+    started = max((str(start.get("time")) for start in record.get("starts", ())), default="")
+    return any(entry["iteration"] == last and entry["time"] > started for entry in stops)
 
 
 def _search(

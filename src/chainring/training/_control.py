@@ -243,6 +243,8 @@ def _judge(trainer: Trainer, request: Mapping[str, str], before: Sequence[Mappin
             was = describe(get_stop_trigger(earlier.value), as_setting=True)
         elif earlier.kind == command.kind and was is not None:
             was = earlier.value
+    if isinstance(was, Mapping):  # as a command writes them
+        was = ",".join(f"{source}:{weight}" for source, weight in was.items())
     return entry if was is None else {**entry, "was": was}
 
 

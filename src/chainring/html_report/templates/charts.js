@@ -257,7 +257,7 @@ function drawMarks(self, figure) {
     // What is before the first row is marked there, unless a part is enlarged.
     const place = at != null && !choice.zoom ? Math.max(at, figure.range.x[0]) : at;
     const x = place == null ? -1 : Math.round(self.valToPos(place, "x", true)) + 0.5;
-    if (x < left || x > left + width) return;
+    if (x < left || x > left + width + 1) return; // the last row is at the edge
     context.strokeStyle = context.fillStyle = stroke;
     context.setLineDash(isOne ? [] : [4 * devicePixelRatio, 3 * devicePixelRatio]);
     context.beginPath();
