@@ -56,7 +56,10 @@ def closely(rows):
 
 
 def lost(bench, number, draw, place):
-    """Of 2 to 5 ranks, 1 or more are killed, in every third try rank 0, two at once in every fifth; or one is stopped."""
+    """Of 2 to 5 ranks, 1 or more are killed, in every third try rank 0, two at once in every fifth; or one is stopped.
+
+    In some tries they are lost while the run starts, as a new one or from a snapshot, and in some when it ends.
+    """
     size = 2 + number % 4
     count = 2 if size > 2 and number % 5 == 4 else draw.randint(1, size - 1)
     victims = draw.sample(range(1, size), count) if number % 3 else [0, *draw.sample(range(1, size), count - 1)]
@@ -64,7 +67,7 @@ def lost(bench, number, draw, place):
     losses = []
     for victim in victims:
         is_stopped = number % 20 == 10 and not losses
-        losses.append((victim, max(moment[0], 1), moment[1], signal.SIGSTOP if is_stopped else signal.SIGKILL))
+        losses.append((victim, *moment, signal.SIGSTOP if is_stopped else signal.SIGKILL))
         # At once, while the others form their group, or later.
         moment = (moment[0], moment[1] + draw.choice([draw.uniform(0, 0.1), draw.uniform(0.1, 0.6)]))
         if number % 5 != 4 and draw.random() < 0.4:
@@ -78,10 +81,22 @@ def lost(bench, number, draw, place):
         **KINDS[number % len(KINDS)],
         "written": "csv tensorboard mlflow" if number % 20 == 5 else "csv tensorboard recorder" if number % 4 == 1 else "",
     }
+    at, resumed = draw.choice(["start", "start", "end", "", "", "", "", ""]), draw.choice([1, size, 0, 0])
+    if at:
+        moment = {"start": (0, draw.uniform(0, 0.3)), "end": (20, draw.uniform(0, 0.1))}[at]
+        first = losses[0][2]
+        losses = [(victim, moment[0], moment[1] + max(delay - first, 0), number) for victim, _, delay, number in losses]
+    elif resumed:
+        losses = [(victim, iteration and max(iteration, 8), *rest) for victim, iteration, *rest in losses]
     is_exact = settings["virtual_ranks"] is not None
     if not is_exact:  # what ranks draw, and the statistics of their shares, follow their number
         settings |= {"net": "", "batch": 60, "written": ""}
+    if resumed:
+        settings["written"] = ""
     expected_place, expected = bench.known("plain", 1, **{**settings, "balance": "even"})
+    if resumed:
+        never = [(0, 1000, 0.0, 0)]  # with the same extensions
+        bench.run(place, resumed, Options(survive=resumed > 1, losses=never, iterations=8, **settings)).outcomes()
     world = bench.run(place, size, Options(survive=True, losses=losses, **settings))
     for rank, code in enumerate(world.codes):
         if code != 0 and not (rank in victims and code == -signal.SIGKILL):

@@ -237,7 +237,7 @@ class Befalling(training.Extension):
 
 
 class Lost(training.Extension):
-    """Sends this rank a signal after an iteration, if it is one of those that are lost."""
+    """Sends this rank a signal after an iteration, if it is one of those that are lost; after 0 while the run starts."""
 
     trigger = (1, "iteration")
     priority = 999
@@ -249,7 +249,10 @@ class Lost(training.Extension):
         self(trainer)
 
     def __call__(self, trainer):
-        if (moment := self.moments.pop(trainer.updater.iteration, None)) is not None:
+        self.await_loss(trainer.updater.iteration)
+
+    def await_loss(self, iteration):
+        if (moment := self.moments.pop(iteration, None)) is not None:
             timer = threading.Timer(moment[0], os.kill, (os.getpid(), moment[1]))
             timer.daemon = True
             timer.start()
@@ -490,6 +493,8 @@ def train(options, place):
     if threading.current_thread() is threading.main_thread():  # a worker of Ray trains in another
         signal.signal(signal.SIGTERM, lambda *_: told.update(signalled=trainer.updater.iteration))
     interrupted = None
+    if options.losses:
+        trainer.get_extension("lost").await_loss(0)
     try:
         trainer.run()
     except training.Interrupted as error:

@@ -46,6 +46,7 @@ class Communicator:
     local_rank: int = 0
     device: torch.device = torch.device("cpu")
     survives: ClassVar[bool] = False  # True if it goes on without ranks that are lost
+    lost: Collection[tuple[int, str]] = ()  # the processes of those that were, each by its number and its host
 
     @property
     def is_main(self) -> bool:
@@ -181,15 +182,7 @@ class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
 
 
 class RanksLost(BaseException):  # not an Exception, which a script may handle as an error of its own
-    """Some ranks were lost, and this one is one of fewer from now on: what it did has to be done again.
-
-    Attributes:
-        processes: those of the lost ranks, each by its number and its host.
-    """
-
-    def __init__(self, text: str, processes: Collection[tuple[int, str]]) -> None:
-        super().__init__(text)
-        self.processes = processes
+    """Some ranks were lost, and this one is one of fewer from now on: what it did has to be done again."""
 
 
 def store_of_group(prefix: str = "runs") -> Any:

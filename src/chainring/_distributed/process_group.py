@@ -88,7 +88,7 @@ class ProcessGroupCommunicator(GroupCommunicator):
                 return
             runs.add(WAITING, 1)  # and for ever if this rank raises, so that the other one sees it
             notice_at, pause = time.monotonic() + _NOTICE, 0.001
-            while self._store.add(key, 0) < self.size:
+            while self._store.add(key, 0) < self.size and not self.is_broken():
                 if runs.check([RUNNING_ALONE]) and (other := str(runs.get(RUNNING_ALONE), "utf-8")):
                     raise ValueError(describe_alone(other))
                 if self._failures.failure is not None:
@@ -101,6 +101,10 @@ class ProcessGroupCommunicator(GroupCommunicator):
                 time.sleep(pause)
                 pause = min(2 * pause, 0.25)
             runs.add(WAITING, -1)
+
+    def is_broken(self) -> bool:
+        """Return whether ranks are lost, and the others go on: the next exchange says which."""
+        return False
 
     def start_max(self, number: int) -> Callable[[], int]:
         largest = torch.tensor(number)

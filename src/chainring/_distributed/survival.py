@@ -15,7 +15,7 @@ import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -75,6 +75,14 @@ class _Processes:
         """Return whether a rank has ended, or did not answer."""
         return who in self.silent or (bool(self.known) and self.known[who][0].has_ended())
 
+    def are_lost(self, round_: _Round, began: float, members: Iterable[int] | None = None) -> bool:
+        """Return whether ranks of a round are gone, or these ``members`` of it, or another one has found that out.
+
+        Ask the ranks whether they still run, if this one has waited for them for long.
+        """
+        self.ask(round_, began)
+        return any(map(self.is_gone, members or round_.members)) or bool(round_.store.check([_LOSS]))
+
     def ask(self, round_: _Round, began: float) -> None:
         """Ask the ranks of a round whether they still run, if this one has waited for long."""
         if time.monotonic() > max(began + _PATIENCE, self._next_question):
@@ -100,8 +108,7 @@ class _Processes:
                 except RuntimeError as error:
                     if "Operation timed out" not in str(error):  # that of the exchange has other words
                         raise
-                self.ask(round_, began)
-                if any(map(self.is_gone, round_.members)) or round_.store.check([_LOSS]):
+                if self.are_lost(round_, began):
                     raise RuntimeError("Connection closed: ranks were lost")
 
 
@@ -112,15 +119,42 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
     """
 
     survives = True
+    lost: tuple[tuple[int, str], ...] = ()
 
     def __init__(self, device: torch.device, local_rank: int, store: Any, timeout: float | None) -> None:
         self._base, self._lowers = store, timeout is not None
-        self._processes = _Processes()
+        self._processes, self._ends, self._began_waiting = _Processes(), 0, 0.0
         self._kept: dict[tuple[int, int], list[Tensor]] = {}  # by round and number, results that another rank may lack
         self._round = self._next = _Round(-1, [], [], None, None)
         first = dist.PrefixStore("round/0", store)  # type: ignore[attr-defined]
         super().__init__(device, local_rank, first, ends_group=True, timeout=timeout)
         self._processes.known = self.gather_object((this_process(-1), socket.gethostname()))
+
+    def begin(self) -> None:
+        self._began_waiting = time.monotonic()
+        super().begin()
+
+    def is_broken(self) -> bool:
+        return self._processes.are_lost(self._now(), self._began_waiting)
+
+    def end(self) -> None:
+        """Wait for the end of the run on rank 0, since another one has to end it if that is lost.
+
+        Raises:
+            RanksLost: it was, on all that are left.
+            RankFailed: a rank has failed.
+        """
+        now, began = self._now(), time.monotonic()
+        self._ends += 1
+        key, first = f"end/{self._ends}", now.members[0]
+        if self.rank == 0:
+            now.store.set(key, "")
+        while self._is_open and not now.store.check([key]):
+            if now.heartbeat.failure is not None:
+                raise self.failed(RuntimeError("Connection closed: another rank has failed at the end of its run"))
+            if self._processes.are_lost(now, began, [first]) and not now.store.check([key]):
+                self.barrier()
+            time.sleep(_PAUSE)
 
     def _now(self) -> _Round:
         if self._round.number < 0:  # the heartbeat and the group have been made now
@@ -338,9 +372,8 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
         lost = {number: self._processes.known[who] for number, who in enumerate(before.members) if who not in now.members}
         names = ", ".join(f"rank {number} (process {process.pid} on {host})" for number, (process, host) in lost.items())
         verb, ranks = "was" if len(lost) == 1 else "were", "rank goes" if self.size == 1 else "ranks go"
-        raise RanksLost(
-            f"{names} {verb} lost: {self.size} {ranks} on", {(process.pid, host) for process, host in lost.values()}
-        )
+        self.lost += tuple((process.pid, host) for process, host in lost.values())
+        raise RanksLost(f"{names} {verb} lost: {self.size} {ranks} on")
 
     def _drop_groups(self) -> None:
         """Forget all process groups, which end when no exchange of theirs is under way, as it may be for ever."""

@@ -283,7 +283,7 @@ Offer = Mapping[str, list[tuple[Region, set[int]]]]
 class StoredTensors:
     """The tensors of a snapshot by their names, and what else is in it.
 
-    All ranks of ``comm`` make one at the same time, and use it as a context for what they load.
+    All ranks of ``comm`` use one at the same time as a context for what they load.
 
     Raises:
         CorruptError: the snapshot is not what was written, or cannot be read, as far as that shows before its tensors are
@@ -296,23 +296,26 @@ class StoredTensors:
     """
 
     def __init__(self, source: SavedSnapshot, comm: Communicator) -> None:
-        self._source, self._comm, self._has_ended = source, comm, False
+        self._source, self._comm = source, comm
+
+    def __enter__(self) -> StoredTensors:
+        """Agree with the other ranks who reads what."""
+        self._size, self._has_ended = self._comm.size, False
         # One rank verifies all of a snapshot on its disk before anything is filled; of one that is far away each byte is
         # read once, and verified on the way.
-        self._is_verified = source.is_local and comm.size == 1
-        about: Any = self._on_all(lambda: self._read_manifest_and_state() if comm.rank == 0 else None)[0]
+        self._is_verified = self._source.is_local and self._comm.size == 1
+        about: Any = self._on_all(lambda: self._read_manifest_and_state() if self._comm.rank == 0 else None)[0]
         self.manifest: Manifest = about[0]
         self.text: bytes = about[1]
         self._headers: dict[str, Any] = about[2]  # of files that several ranks read
         self._parts: dict[str, list[_Part]] = {}
         self.tensors = self._assemble(itertools.chain.from_iterable(self._on_all(self._open_files)))
-
-    def __enter__(self) -> StoredTensors:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Wait until all ranks have read what they read so far; raise as `read` does where one has failed."""
         if error is None:
-            self.conclude()
+            self._agree(None)
         elif not self._has_ended:
             self._agree(None, f"{type(error).__name__}: {error}")
 
@@ -324,6 +327,8 @@ class StoredTensors:
             RankFailed: another rank has failed.
             ValueError: another rank reads other tensors.
         """
+        if self._comm.size < self._size:  # ranks were lost since
+            self.__enter__()
         wanted: dict[str, list[Shard]] = {}
         for stored, target in targets:
             tensor = target.detach()
@@ -345,10 +350,6 @@ class StoredTensors:
                 self._has_ended = True
                 raise
             self._on_all(stream.check)
-
-    def conclude(self) -> None:
-        """Wait until all ranks have read what they read so far; raise as `read` does where one has failed."""
-        self._agree(None)
 
     def _agree(self, request: Request | None, failure: str | None = None) -> list[Request]:
         """Return what all ranks read now, which must be the same tensors; none where they conclude."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
@@ -13,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -77,7 +79,7 @@ class Run:
         self._remote: RemotePlace | None = None
         self._initialized: list[Entry] = []  # extensions
         self._started_triggers: list[Any] = []
-        self._lost: set[tuple[int, str]] = set()  # the processes of ranks that were lost, by number and host
+        self._earlier_record = b""  # `run.json` as it was before this run, where ranks may be lost
         self.spent = defaultdict[str, float](float)  # seconds in extensions that are not called in every iteration, by name
         self._notes: dict[str, str] = {}  # for `run.json`: why the run has begun again by itself
         self.commands = Commands()
@@ -88,6 +90,8 @@ class Run:
         several = trainer.comm.world.size > 1
         if several or not any(map(is_tensor_parallel, trainer.updater.get_all_models().values())):
             trainer.comm.begin()  # ranks that compute a model together need no comm
+        if trainer.comm.survives and getattr(trainer.updater, "virtual_ranks", None) is not None:
+            _share_generators(trainer)  # now, since rank 0 may be lost before the first update
         if trainer.comm.is_main:  # the only rank that writes there
             if trainer.url is not None:
                 from chainring._places.remote import RemotePlace  # which few programs need
@@ -100,8 +104,8 @@ class Run:
                 self._remote = RemotePlace(trainer.url)
                 self._remote.claim(trainer.out)
                 self.store = Snapshots(self._remote)
-            self.store = trainer.store
-            self._directory = RunDirectory(trainer.out, self.store, trainer.interruption.request_commands)
+            self.store, tell = trainer.store, trainer.interruption.request_commands
+            self._directory = self._directory or RunDirectory(trainer.out, self.store, tell, trainer.comm.lost)
         if several:
             check_agreement(trainer)
             check_out(trainer.store, trainer.comm)
@@ -112,15 +116,28 @@ class Run:
             state = _newest_state(trainer, entries)
         self._start(trainer, entries, state)
 
+    def open_again(self, trainer: Trainer, start: Callable[[Trainer], None]) -> None:
+        """Start the run; if ranks are lost before the others have loaded its state, start it again from the beginning."""
+        loaded, record = copy.copy(self.loaded_state), Path(trainer.out, RECORD)
+        self._earlier_record = record.read_bytes() if record.is_file() else b""  # rank 0 writes it when all have loaded
+        while True:
+            try:
+                return start(trainer)
+            except RanksLost as loss:
+                self._tell(trainer, loss)
+                self.loaded_state = copy.copy(loaded)
+
     def roll_back(self, trainer: Trainer, reason: RollBack) -> None:
         """Start the run again from its newest snapshot; raise ``reason`` if there is none."""
-        if (state := _newest_state(trainer, trainer.entries)) is None:
+        survives, find = trainer.comm.survives, partial(_newest_state, trainer, trainer.entries)
+        if (state := self.repeat(trainer, find) if survives else find()) is None:
             raise reason
         info(f"{reason}; the run goes back to iteration {state[0]}")
         for entry in trainer.entries:
             entry.optional("finalize")()
         self._notes = {"rollback": str(reason)}
-        self._start(trainer, trainer.entries, state)
+        start = partial(self._start, entries=trainer.entries, state=state)
+        self.open_again(trainer, start) if survives else start(trainer)
 
     def repeat(self, trainer: Trainer, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a call; if ranks are lost in it, go on without them and make it again."""
@@ -137,23 +154,26 @@ class Run:
         """Begin again with fewer ranks, from the state that they have."""
         while True:
             try:
-                info(text := f"{loss}, and do again what comes after iteration {trainer.updater.iteration}")
-                self._notes, self.loaded_state.exists = {"lost": text}, True
-                self._lost |= set(loss.processes)
-                trainer.interruption.begin_anew()
+                self._tell(trainer, loss)
+                self.loaded_state.exists |= trainer.updater.iteration > 0
                 state = DictionarySerializer()
                 _visit_parts(state, trainer)
                 for entry in trainer.entries:
                     entry.optional("finalize")()
                 _visit_parts(DictionaryDeserializer(state.target), trainer)
-                if trainer.comm.is_main and self._directory is None:
-                    self.store = trainer.store
-                    tell = trainer.interruption.request_commands
-                    self._directory = RunDirectory(trainer.out, self.store, tell, self._lost)
-                self._start(trainer, trainer.entries, None, goes_on=True)
+                self._initialize(trainer)
                 return
             except RanksLost as another:
                 loss = another
+
+    def _tell(self, trainer: Trainer, loss: RanksLost) -> None:
+        """Say that ranks were lost, and let another take the place of rank 0."""
+        info(text := f"{loss}, and do again what comes after iteration {trainer.updater.iteration}")
+        self._notes = {"lost": text}
+        trainer.interruption.begin_anew()
+        if trainer.comm.is_main and self._directory is None:
+            self.store, tell = trainer.store, trainer.interruption.request_commands
+            self._directory = RunDirectory(trainer.out, self.store, tell, trainer.comm.lost)
 
     def explain(self, trainer: Trainer, error: BaseException) -> BaseException:
         """Return the error that ends the run, with notes that say where it was raised and what helps."""
@@ -168,8 +188,10 @@ class Run:
         failure: BaseException = trainer.comm.failed(reason)
         return failure
 
-    def close(self, trainer: Trainer, failure: BaseException | None) -> BaseException | None:
+    def close(self, trainer: Trainer, failure: BaseException | None, save: Callable[[], None]) -> BaseException | None:
         """Call every ``on_error`` and every ``finalize``, and give ``out`` back, come what may.
+
+        If rank 0 is lost before it has done that, the others do it, and ``save`` the final snapshots that it has not.
 
         Return the first error, with the later ones as its notes; without one `Interrupted`, if a signal has ended the run.
         """
@@ -180,16 +202,27 @@ class Run:
         # Now, because finalizing may take long or hang; without a log, the error is printed once, with its traceback.
         if isinstance(failure, Exception) and logger.hasHandlers():
             logger.error("training stops %s: %s: %s", position, type(failure).__name__, failure)
-        for entry in trainer.entries:
-            trainer.extension_name = entry.name
-            failure = _try_call(f"finalize of {entry.name!r}", failure, entry.optional("finalize"))
-        trainer.extension_name = None
-        failure = _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
-        if self._directory is not None:
-            failure = _try_call("the digest of the examples in run.json", failure, self._directory.digest_examples)
-        if self._remote is not None:
-            failure = _try_call(f"the last files of {trainer.url}", failure, self._remote.release)
-        trainer.comm.end()
+        while True:
+            ended = failure
+            for entry in trainer.entries:
+                trainer.extension_name = entry.name
+                ended = _try_call(f"finalize of {entry.name!r}", ended, entry.optional("finalize"))
+            trainer.extension_name = None
+            ended = _try_call("finalize of the updater", ended, getattr(trainer.updater, "finalize", lambda: None))
+            if self._directory is not None:
+                ended = _try_call("the digest of the examples in run.json", ended, self._directory.digest_examples)
+            if self._remote is not None:
+                ended = _try_call(f"the last files of {trainer.url}", ended, self._remote.release)
+            if not isinstance(ended, RanksLost):
+                ended = _try_call("the end of the run", ended, trainer.comm.end)
+            if failure is not None or not isinstance(ended, RanksLost):
+                failure = ended
+                break
+            try:
+                self._go_on(trainer, ended)
+                save()
+            except BaseException as error:
+                failure = trainer.comm.failed(error)
         self.ended_at = time.monotonic()
         if self._directory is not None:
             self._directory.release()
@@ -206,12 +239,11 @@ class Run:
             self._started_triggers.append(trigger)
             trigger.initialize(trainer)
 
-    def _start(self, trainer: Trainer, entries: list[Entry], state: _State | None, goes_on: bool = False) -> None:
-        """Load a state of these extensions if there is one, and start from it, or ``goes_on`` with that which is there."""
-        if not goes_on:
-            self.started_at = None  # state may be loaded until it is set
-            self.spent.clear()
-        with printing_changes(self.loaded_state.unprinted):
+    def _start(self, trainer: Trainer, entries: list[Entry], state: _State | None) -> None:
+        """Load a state of these extensions if there is one, and start from it."""
+        self.started_at = None  # state may be loaded until it is set
+        self.spent.clear()
+        with printing_changes(self.loaded_state.unprinted, is_complete=False):
             tried: list[int] = []
             while state is not None:
                 try:
@@ -224,7 +256,21 @@ class Run:
                         raise
             self.loaded_state.conclude(trainer)
             trainer.comm.barrier()  # until all have loaded, rank 0 must not move snapshots or cut back the log
-            self.started_at = self.started_at or time.monotonic()
+        self.started_at = time.monotonic()
+        if trainer.comm.survives:
+            generators = _random.take_generators()
+            try:
+                self._initialize(trainer)
+            except RanksLost as loss:
+                _random.put_generators(generators)
+                self._go_on(trainer, loss)
+        else:
+            self._initialize(trainer)
+        _call_before_training(trainer, self.repeat, self.loaded_state)
+
+    def _initialize(self, trainer: Trainer) -> None:
+        """Record this start in ``out``, and initialize what runs."""
+        with printing_changes(self.loaded_state.unprinted):
             recorded = [] if self._directory is None else self._claim_directory(trainer, self._directory)
             if trainer.comm.world.size > 1:
                 recorded = trainer.comm.world.broadcast_object(recorded)
@@ -244,21 +290,6 @@ class Run:
             if entry not in self._initialized:
                 self._initialized.append(entry)
         trainer.extension_name = None
-        if goes_on:
-            return
-        _call_before_training(trainer)
-        loaded, rank = self.loaded_state, trainer.comm.rank
-        if loaded.generators is not None:
-            _random.set_rng_state(loaded.generators, trainer.updater)
-            loaded.generators = None
-        elif loaded.exists:  # saved by fewer ranks
-            _random.seed_all("rank", rank, trainer.updater.iteration)
-        elif rank > 0:  # each rank draws from its own stream, and rank 0 from the one that the script has seeded
-            _random.seed_all("rank", rank, torch.initial_seed())
-        if trainer.comm.survives and getattr(trainer.updater, "virtual_ranks", None) is not None:
-            # What is random for each is drawn for virtual ranks, and the stream of rank 0 goes on where that is lost.
-            generators = trainer.comm.broadcast_object(_random.get_rng_state(trainer.updater))
-            _random.set_rng_state(generators, trainer.updater)
 
     def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> list[dict[str, Any]]:
         """Move away in ``out`` what belongs to other runs, and record this start there; return the commands recorded."""
@@ -268,15 +299,18 @@ class Run:
                 if targets.setdefault(name, entry.optional("target")) is not entry.optional("target"):
                     raise ValueError(f"two snapshots of other targets have the name {name!r}; give filename= to one of them")
         loaded, store, iteration = self.loaded_state, trainer.store, trainer.updater.iteration
-        earlier = read_record(directory.path, moves_damaged=loaded.exists)
+        has_begun, record = loaded.exists, directory.path / RECORD
+        if trainer.comm.lost and record.is_file():  # in the start perhaps, when one of the ranks had recorded it
+            has_begun |= record.read_bytes() != self._earlier_record
+        earlier = read_record(directory.path, moves_damaged=has_begun)
         names = {name for entry in trainer.entries for name in entry.optional("writes")} | {RECORD}
         known = names.union(earlier.get("files", ()))
         written, cut_at = directory.find(known), iteration
-        if not loaded.exists:
+        if not has_begun:
             if written:
                 archive = directory.move(list(written), "previous")
                 info(f"{store} holds an earlier run: {list_names(written, 6)} moved to {archive}")
-            write_record(trainer, {}, names, loaded.changes)
+            write_record(trainer, {}, names, loaded.changes, self._notes)
             return []
         done = self.commands.done
         if loaded.directory is not None and loaded.place not in (None, store.place):
@@ -348,27 +382,47 @@ def _newest_state(trainer: Trainer, entries: list[Entry]) -> _State | None:
     return max(filter(None, states), key=lambda state: state[0], default=None)
 
 
-def _call_before_training(trainer: Trainer) -> None:
-    """Call the extensions with ``invoke_before_training``; in a resumed run, discard what they report."""
-    observation, watchers = trainer.observation, trainer.reporter.media_watchers
+def _share_generators(trainer: Trainer) -> None:
+    """Let all ranks draw what rank 0 draws: what is random for each is drawn for virtual ranks."""
+    _random.set_rng_state(trainer.comm.broadcast_object(_random.get_rng_state(trainer.updater)), trainer.updater)
+
+
+def _call_before_training(trainer: Trainer, repeat: Callable[..., Any], loaded: LoadedState) -> None:
+    """Call the extensions with ``invoke_before_training``, and give each rank its generators.
+
+    In a resumed run, what the extensions report is discarded.
+    """
+    observation, watchers, comm = trainer.observation, trainer.reporter.media_watchers, trainer.comm
     trainer.observation = {}
-    if trainer.is_resumed:
-        trainer.reporter.media_watchers = ()
     with trainer.reporter.scope(trainer.observation):
         for entry in trainer.entries:
             skipped = trainer.is_resumed and entry.optional("skip_on_resume")
             if entry.invoke_before_training and entry.observe_start is None and not skipped:
+                if trainer.is_resumed:
+                    trainer.reporter.media_watchers = ()
                 if entry.observe is not None:
                     entry.observe(trainer)
                 trainer.extension_name = entry.name
-                entry.extension(trainer)
+                repeat(trainer, entry.extension, trainer) if comm.survives else entry.extension(trainer)
         if trainer.observation and not trainer.is_resumed:
             for entry in filter(lambda entry: entry.observe_start is not None, trainer.entries):
-                trainer.extension_name = entry.name
-                entry.extension.observe_start(trainer)
+                trainer.extension_name, start = entry.name, entry.extension.observe_start
+                repeat(trainer, start, trainer) if comm.survives else start(trainer)
     trainer.extension_name = None
     if trainer.is_resumed:
         trainer.observation, trainer.reporter.media_watchers = observation, watchers
+    is_shared = comm.survives and getattr(trainer.updater, "virtual_ranks", None) is not None
+    rank = 0 if is_shared else comm.rank
+    state = (loaded.generators or {}).get(str(rank))
+    loaded.generators = None
+    if state is not None:
+        _random.set_rng_state(state, trainer.updater)
+    elif loaded.exists:  # saved by fewer ranks
+        _random.seed_all("rank", rank, trainer.updater.iteration)
+    elif rank > 0:  # each rank draws from its own stream, and rank 0 from the one that the script has seeded
+        _random.seed_all("rank", rank, torch.initial_seed())
+    if is_shared:  # where rank 0 alone has drawn
+        repeat(trainer, _share_generators, trainer)
 
 
 def _position(trainer: Trainer) -> str:
@@ -553,7 +607,7 @@ class LoadedState:
         self._carried = carried
         self.exists = False  # True once anything was loaded, so that the run continues an earlier one
         self.gives_way = False  # True if it came from another library: snapshots of the run itself are newer
-        self.generators: Any = None  # the state of the random generators, put back immediately before the first update
+        self.generators: Any = None  # the states of those of all ranks, put back immediately before the first update
         self.directory: Path | None = None  # with the files beside the snapshot that was loaded, unless it came from memory
         self.place: str | None = None  # of the run that has saved it
         self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
@@ -643,7 +697,7 @@ class LoadedState:
                 "The state of those only there is dropped; those only here start from now",
             )
         if isinstance(self._source, DictionaryDeserializer) and (origin := self._source.origin) is not None:
-            origin.conclude()  # each rank waits until none needs it any more to read for the others
+            origin.__exit__(None, None, None)  # each rank waits until none needs it any more to read for the others
         self._source, self._saved, self._names = None, [], {}
 
 

@@ -319,7 +319,7 @@ class Trainer(Stateful):
             if self.comm.world.size > 1:  # a rank that waits too long for this one shows where it is
                 stack.enter_context(reporting_position(lambda: (self.updater.iteration, self.extension_name)))
             try:
-                run.open(self)
+                run.open_again(self, run.open) if self.comm.survives else run.open(self)
                 with self.reporter.scope(self.observation):
                     while True:
                         try:
@@ -328,10 +328,10 @@ class Trainer(Stateful):
                         except RollBack as reason:
                             run.roll_back(self, reason)
                     run.repeat(self, self.interruption.settle) if self.comm.survives else self.interruption.settle()
-                    _take_final_snapshots(self, None if self.interruption.is_nested else _signal_name(self.interruption))
+                    _save_end(self)
             except BaseException as error:
                 failure = run.explain(self, error)
-            failure = run.close(self, failure)
+            failure = run.close(self, failure, partial(_save_end, self))
         if failure is not None:
             raise failure
 
@@ -470,7 +470,7 @@ class Trainer(Stateful):
 
 
 def _visit_generators(serializer: AbstractSerializer, trainer: Trainer, loaded: Any) -> Any:
-    """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
+    """Save the random generators of all ranks, or return those that were saved, by the rank.
 
     They are put back immediately before the first update, because a script may draw between load and run. Until then, the
     ``loaded`` ones are saved.
@@ -483,9 +483,8 @@ def _visit_generators(serializer: AbstractSerializer, trainer: Trainer, loaded: 
             if getattr(trainer.updater, "virtual_ranks", None) is not None:
                 consequence = "virtual ranks compute the same bits"
             announce_change("number of ranks", len(ranks), comm.size, consequence)
-        saved = {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
-        return saved.get(str(comm.rank))
-    generators = loaded or _random.get_rng_state(trainer.updater)
+        return {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
+    generators = (loaded or {}).get(str(comm.rank)) or _random.get_rng_state(trainer.updater)
     if serializer.comm.size == 1:
         serializer(str(comm.rank), generators)
     else:
@@ -663,6 +662,10 @@ def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
 
 def _signal_name(interruption: Interruption) -> str | None:
     return None if interruption.signum is None else signal.Signals(interruption.signum).name
+
+
+def _save_end(trainer: Trainer) -> None:
+    _take_final_snapshots(trainer, None if trainer.interruption.is_nested else _signal_name(trainer.interruption))
 
 
 def _take_final_snapshots(trainer: Trainer, cause: str | None, continuation: str = "", name: str = "") -> None:

@@ -151,7 +151,9 @@ class LogReport(Extension):
 
     def observe_start(self, trainer: Trainer) -> None:
         """Write a row of iteration 0, separate from the first interval."""
-        if means := self._means.take(trainer):
+        if self._has_told:  # ranks were lost when all had the row
+            self._has_told = False
+        elif means := self._means.take(trainer):
             self._write(trainer, means, trainer.elapsed_time)
 
     def __call__(self, trainer: Trainer) -> None:
