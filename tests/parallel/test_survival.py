@@ -338,6 +338,88 @@ def test_ranks_without_virtual_ones_go_on_to_rounding(tmp_path, kind, at):
         assert row == {key: pytest.approx(value, rel=1e-4) for key, value in known.items()}
 
 
+class Fatal(training.Extension):
+    """Kills its process where it is told to, in the start or at the end of a run."""
+
+    trigger = (100, "iteration")
+    autoload = True
+    invoke_before_training = True
+
+    def __init__(self, where):
+        self.where = where
+
+    def die(self, where):
+        if self.where == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def newest(self, trainer):
+        self.die("while state is looked for")
+
+    def initialize(self, trainer):
+        self.die("in an initialize")
+
+    def __call__(self, trainer):
+        self.die("in a call before training")
+
+    def finalize(self):
+        self.die("in a finalize")
+
+
+def start_and_end(comm, out, dying=None, where=None, iterations=6):
+    torch.manual_seed(0)
+    rank = 0 if comm is None else comm.rank
+    model = Classifier(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3)))
+    iterator = iterators.SerialIterator(EXAMPLES, 8, shuffle=True, seed=0)
+    updater = training.StandardUpdater(iterator, torch.optim.Adam(model.parameters()), model, comm=comm, virtual_ranks=4)
+    torch.manual_seed(rank)
+    trainer = training.Trainer(updater, (iterations, "iteration"), out)
+    trainer.extend(extensions.Evaluator(iterators.SerialIterator(EXAMPLES, 6, repeat=False, shuffle=False), model))
+    average = extensions.ExponentialMovingAverage(model, 0.9)
+    trainer.extend(average)
+    trainer.extend(extensions.LogReport(trigger=(2, "iteration"), writers=[CsvWriter()]))
+    trainer.extend(extensions.Recorder())
+    trainer.extend(extensions.snapshot(autoload=True), trigger=(4, "iteration"))
+    trainer.extend(Fatal(where if rank == dying else None), priority=-200)  # when the others have been initialized
+    trainer.run()
+    if comm is None or comm.is_main:
+        torch.save({**model.state_dict(), **average.model.state_dict(prefix="average.")}, f"{out}/model")
+
+
+@pytest.mark.parametrize(
+    ("where", "saved", "dying"),
+    [
+        ("while state is looked for", 0, 0),
+        ("while state is looked for", 4, 0),
+        ("in an initialize", 0, 0),
+        ("in an initialize", 0, 1),
+        ("in an initialize", 4, 0),
+        ("in a call before training", 0, 0),
+        ("in a finalize", 0, 0),
+    ],
+)
+def test_the_start_and_the_end_of_a_run_are_done_again(tmp_path, where, saved, dying):
+    """Of a new run, and of one that continues from a snapshot: to the bits, the rows and the files of one process."""
+    found = []
+    for name in ("alone", "three"):
+        out = str(tmp_path / name)
+        if saved:
+            start_and_end(None, out, iterations=saved)
+        if name == "alone":
+            start_and_end(None, out)
+        else:
+            codes = end_of(3, start_and_end, out, dying, where)
+            assert codes == [-signal.SIGKILL if rank == dying else 0 for rank in range(3)]
+        files = {file.relative_to(out).as_posix(): file for file in sorted((tmp_path / name).rglob("*"))}
+        table = [line.split(",")[:2] for line in files["log.csv"].read_text().splitlines()]
+        found.append((list(files), rows_of(tmp_path / name), table, files["recorder.bin"].read_bytes()))
+    assert found[0] == found[1]
+    expected, model = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
+    assert all(torch.equal(model[name], value) for name, value in expected.items())
+    if where != "in a finalize" or dying == 0:
+        again = json.loads((tmp_path / "three" / "run.json").read_text())["starts"][-1]
+        assert again["lost"].startswith(f"rank {dying} (process ")
+
+
 def exchange(comm, out):
     pid, first = os.getpid(), comm.rank
     total = torch.tensor([1.0])

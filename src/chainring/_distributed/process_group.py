@@ -87,8 +87,9 @@ class ProcessGroupCommunicator(GroupCommunicator):
             if self._store.add(key, 1) == self.size or runs is None:
                 return
             runs.add(WAITING, 1)  # and for ever if this rank raises, so that the other one sees it
-            notice_at, pause = time.monotonic() + _NOTICE, 0.001
-            while self._store.add(key, 0) < self.size and not self.is_broken():
+            began, pause = time.monotonic(), 0.001
+            notice_at = began + _NOTICE
+            while self._store.add(key, 0) < self.size and not self.has_lost(began):
                 if runs.check([RUNNING_ALONE]) and (other := str(runs.get(RUNNING_ALONE), "utf-8")):
                     raise ValueError(describe_alone(other))
                 if self._failures.failure is not None:
@@ -102,8 +103,8 @@ class ProcessGroupCommunicator(GroupCommunicator):
                 pause = min(2 * pause, 0.25)
             runs.add(WAITING, -1)
 
-    def is_broken(self) -> bool:
-        """Return whether ranks are lost, and the others go on: the next exchange says which."""
+    def has_lost(self, began: float) -> bool:
+        """Return whether ranks are lost for which this one waits, and the others go on: the next exchange says which."""
         return False
 
     def start_max(self, number: int) -> Callable[[], int]:

@@ -67,6 +67,7 @@ class _Processes:
 
     def __init__(self) -> None:
         self.known: list[tuple[Process, str]] = []  # with their hosts
+        self.ended_runs = 0
         self.silent: set[int] = set()  # ranks that have not answered, however often they were asked
         self._unanswered = Counter[int]()  # by rank, how many of the last questions
         self._next_question = 0.0
@@ -122,20 +123,16 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
     lost: tuple[tuple[int, str], ...] = ()
 
     def __init__(self, device: torch.device, local_rank: int, store: Any, timeout: float | None) -> None:
-        self._base, self._lowers = store, timeout is not None
-        self._processes, self._ends, self._began_waiting = _Processes(), 0, 0.0
+        self._base = store
+        self._processes = _Processes()
         self._kept: dict[tuple[int, int], list[Tensor]] = {}  # by round and number, results that another rank may lack
         self._round = self._next = _Round(-1, [], [], None, None)
         first = dist.PrefixStore("round/0", store)  # type: ignore[attr-defined]
         super().__init__(device, local_rank, first, ends_group=True, timeout=timeout)
         self._processes.known = self.gather_object((this_process(-1), socket.gethostname()))
 
-    def begin(self) -> None:
-        self._began_waiting = time.monotonic()
-        super().begin()
-
-    def is_broken(self) -> bool:
-        return self._processes.are_lost(self._now(), self._began_waiting)
+    def has_lost(self, began: float) -> bool:
+        return self._processes.are_lost(self._now(), began)
 
     def end(self) -> None:
         """Wait for the end of the run on rank 0, since another one has to end it if that is lost.
@@ -145,8 +142,8 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             RankFailed: a rank has failed.
         """
         now, began = self._now(), time.monotonic()
-        self._ends += 1
-        key, first = f"end/{self._ends}", now.members[0]
+        self._processes.ended_runs += 1
+        key, first = f"end/{self._processes.ended_runs}", now.members[0]
         if self.rank == 0:
             now.store.set(key, "")
         while self._is_open and not now.store.check([key]):
@@ -326,7 +323,7 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             )  # fmt: skip
             set_timeout(dist.group.WORLD, TIMEOUT)
             group = new_group(description=MAIN_GROUP)
-            heartbeat = Heartbeat(store, rank, size, self.timeout, self._lowers)
+            heartbeat = Heartbeat(store, rank, size, self.timeout, self.timeout != TIMEOUT.total_seconds())
             formed = _Round(number, [group], members, store, heartbeat)
 
             def exchange(tensor: Tensor) -> Tensor:

@@ -127,7 +127,10 @@ class Extension(Stateful):
         """Prepare for snapshots at the end of an iteration, before the first is taken; an error prevents all of them."""
 
     def initialize(self, trainer: Trainer) -> None:
-        """Prepare for the loop; called once, after the state of a resumed run was restored."""
+        """Prepare for the loop; called once, after the state of a resumed run was restored.
+
+        Where ranks go on without one that is lost, and after a `RollBack`, it is called again, after `finalize`.
+        """
 
     def observe(self, trainer: Trainer) -> None:
         """Read the observation; called in every iteration, in order of priority, before the trigger is checked."""
