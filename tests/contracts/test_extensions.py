@@ -77,6 +77,7 @@ EXTENSIONS = {
     "RankTimes": extensions.RankTimes,
     "ProgressBar": lambda: extensions.ProgressBar(update_interval=1),
     "Recorder": lambda: extensions.Recorder(parameters=(2, "iteration")),
+    "RunningAverage": lambda: extensions.RunningAverage("main/loss", trigger=(2, "iteration")),
     "StepShift": lambda: extensions.StepShift("lr", 0.5, 2),
     "SystemMetrics": lambda: extensions.SystemMetrics(trigger=(2, "iteration")),
     "Throughput": throughput,

@@ -105,3 +105,31 @@ def asked(comm, out):
 def test_ranks_stop_with_the_epoch_under_way(tmp_path):
     """All after the same iteration as one would: the sixth, with which the second pass over eleven examples is over."""
     assert on_ranks(2, asked, str(tmp_path)) == [6, 6]
+
+
+def growing(comm, out):
+    trainer, model = trainer_of(comm, out, virtual_ranks=4)
+
+    def choose(trainer):
+        trainer.updater.accumulate = 1 if trainer.updater.iteration < 4 else 3
+
+    trainer.extend(training.make_extension(initializer=choose)(choose), "choose")
+    trainer.extend(extensions.RunningAverage("main/loss", trigger=(9, "iteration")))
+    log = extensions.LogReport(trigger=(9, "iteration"))
+    trainer.extend(log)
+    trainer.run()
+    return model.weight.tolist(), log.log[-1]["main/loss/average"], trainer.updater.epoch_detail
+
+
+def test_batches_that_grow_and_running_averages_are_the_same_on_two_ranks(tmp_path):
+    """To the last bit of parameters and averages, with virtual ranks."""
+    torch.manual_seed(0)
+    alone = growing(None, str(tmp_path / "alone"))
+    assert alone[2] == (4 + 5 * 3) * 4 / 11
+    first, second = on_ranks(2, seeded, str(tmp_path / "two"))
+    assert first == second == alone
+
+
+def seeded(comm, out):
+    torch.manual_seed(0)
+    return growing(comm, out)

@@ -113,6 +113,7 @@ EXTENSIONS = {
     "ProgressBar": alone(lambda: extensions.ProgressBar(update_interval=3, out=io.StringIO())),
     "RankTimes": alone(lambda: extensions.RankTimes((3, "iteration"))),
     "Recorder": alone(lambda: extensions.Recorder((3, "iteration"))),
+    "RunningAverage": alone(lambda: extensions.RunningAverage("main/draw", trigger=(3, "iteration"))),
     "StepShift": shifting(extensions.StepShift, 0.5, 3),
     "SystemMetrics": alone(lambda: extensions.SystemMetrics((1, "iteration"))),
     "Throughput": alone(lambda: extensions.Throughput((1, "iteration"))),

@@ -227,3 +227,29 @@ def test_the_recipe_of_a_closure_trains_and_its_loss_falls():
     trainer.run()
     first, last = trainer.get_extension("LogReport").log
     assert last["main/loss"] < first["main/loss"]
+
+
+def test_a_batch_that_grows_is_the_same_where_it_is_cut(tmp_path, capsys):
+    """The number of batches of each update, the rows of the log and the parameters; the log has it as the page says."""
+
+    def make(out, stop):
+        page = definitions("A batch that grows")
+        torch.manual_seed(1)
+        model = page["Classifier"](page["mlp"]())
+        batches = iterators.SerialIterator(datasets.get_digits()[0][:200], 10)
+        updater = training.StandardUpdater(batches, torch.optim.Adam(model.parameters()), model)
+        trainer = training.Trainer(updater, stop, out=out)
+        choose = page["choose"]
+        trainer.extend(training.make_extension(priority=training.PRIORITY_READER, initializer=choose)(choose))
+        report_it = extensions.observe_value("accumulate", lambda trainer: trainer.updater.accumulate)
+        trainer.extend(report_it, trigger=(1, "iteration"))
+        return trainer
+
+    assert_resumes_everywhere(make, tmp_path, 13)
+    page = run_section("A batch that grows")
+    assert [row["accumulate"] for row in rows_of(page["trainer"])][:3] == [1, 1, 4]
+
+
+def test_one_batch_is_learnt_by_heart(tmp_path):
+    """As the page asserts."""
+    assert run_section("Overfit one batch")["trainer"].updater.iteration == 60

@@ -740,3 +740,42 @@ def test_an_evaluation_leaves_the_generator_of_its_device_as_it_was(device):
     torch.manual_seed(0)
     evaluator.evaluate()
     assert draw() == expected
+
+
+def in_order():
+    return iterators.SerialIterator(list(range(12)), 4, repeat=False, shuffle=False)
+
+
+@pytest.mark.parametrize("make", [in_order, lambda: DataLoader(torch.arange(12), 4)])
+def test_a_limit_ends_an_evaluation_after_its_first_batches(tmp_path, make):
+    """Each time the same ones, and the run is that without a limit in all else; more batches than there are is all."""
+
+    def log(out, limit, stop=2):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        updater = training.StandardUpdater(
+            iterators.SerialIterator(list(range(6)), 3),
+            torch.optim.SGD(model.parameters(), 0.01),
+            model,
+            loss_func=lambda model, x: (model(x[:, None].float()) * torch.rand(())).mean(),
+        )
+        trainer = training.Trainer(updater, (stop, "epoch"), out=str(tmp_path / out))
+        trainer.extend(Evaluator(make(), Mean(), limit=limit))
+        trainer.extend(extensions.LogReport())
+        trainer.extend(extensions.snapshot(autoload=True), trigger=(1, "iteration"))
+        trainer.run()
+        rows = trainer.get_extension("LogReport").log
+        return [row["validation/main/loss"] for row in rows], [row["main/loss"] for row in rows]
+
+    limited, trained = log("limited", 2)
+    assert limited == [3.5, 3.5]
+    assert (log("all", None)[1], log("more", 9)[0]) == (trained, [5.5, 5.5])
+    log("cut", 2, stop=1)
+    assert log("cut", 2) == (limited, trained)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, True])
+def test_a_limit_is_a_number_of_batches(limit):
+    """At least one; it is no part of an epoch."""
+    with pytest.raises(ValueError, match="number of batches of an evaluation"):
+        Evaluator(DataLoader(torch.arange(4.0)), Mean(), limit=limit)

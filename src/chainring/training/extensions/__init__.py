@@ -30,6 +30,7 @@ from chainring.training.extensions.values import (
     MicroAverage,
     MinValue,
     ParameterStatistics,
+    RunningAverage,
     observe_lr,
     observe_value,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "ProgressBar",
     "RankTimes",
     "Recorder",
+    "RunningAverage",
     "StepShift",
     "SystemMetrics",
     "Throughput",

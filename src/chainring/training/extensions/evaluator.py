@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Iterator as PythonIterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from chainring import _random
-from chainring._checks import find_call_error
+from chainring._checks import find_call_error, is_integer
 from chainring._distributed.communicator import Communicator, as_communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Deal
@@ -71,6 +72,7 @@ class Evaluator(Extension):
         loss_func: ``loss_func(model, *inputs)`` is called with the main target, as in the updater; by default that of the
             updater if the target is one of its models, unless ``eval_func`` is given.
         progress_bar: True to show a progress bar of the batches in a terminal or notebook during an evaluation.
+        limit: the number of batches after which an evaluation ends, the first ones of the pass; ``None`` for all of them.
         virtual_ranks: the number of parts in which each batch is evaluated, the examples ``batch[v::virtual_ranks]`` in
             part v, each with its own random numbers, so that the results are equal to the last bit on 1 to
             ``virtual_ranks`` ranks. The default is that of the updater. Changes that a forward pass makes to buffers are
@@ -100,6 +102,7 @@ class Evaluator(Extension):
         precision: Literal["fp32", "bf16", "fp16"] | None = None,
         loss_func: Callable[..., Loss] | None = None,
         progress_bar: bool = False,
+        limit: int | None = None,
         virtual_ranks: int | None = None,
     ) -> None:
         iterators = dict(iterator) if isinstance(iterator, dict) else {"main": iterator}
@@ -121,14 +124,20 @@ class Evaluator(Extension):
         if precision is not None:
             Precision(precision)  # refuses an unknown name
         self.converter = converter
-        self.device = as_device(device)
-        self._follows_rank = is_auto(device)
+        self._device = device if is_auto(device) else as_device(device)
         self.eval_hook, self.eval_func, self.loss_func = eval_hook, eval_func, loss_func
         self.precision = precision
-        self.progress_bar = progress_bar
+        if limit is not None and not (is_integer(limit) and limit > 0):
+            raise ValueError(f"limit is the number of batches of an evaluation, an integer above 0, or None; got {limit!r}")
+        self.progress_bar, self.limit = progress_bar, limit
         self.virtual_ranks = None if virtual_ranks is None else require_virtual_ranks(virtual_ranks)
         self._comm: Communicator = Communicator()
         self._media: dict[str, Media] = {}  # reported in the last evaluation
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the batches; ``None`` leaves them where they are."""
+        return device_of_rank(self._device, self._comm)
 
     def get_iterator(self, name: str) -> Any:
         """Return the iterator registered as ``name``."""
@@ -153,8 +162,6 @@ class Evaluator(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._comm, self._updater = trainer.comm, trainer.updater
-        if self._follows_rank:
-            self.device = device_of_rank("auto", trainer.comm)
         *_, virtual_ranks = self._find_settings()
         if virtual_ranks is not None and self._initial_seed is None:
             self._initial_seed = trainer.comm.broadcast_object(torch.initial_seed())
@@ -226,7 +233,7 @@ class Evaluator(Extension):
 
         def counted(batches: Iterable[Any]) -> PythonIterator[Any]:
             nonlocal count
-            for batch in batches:
+            for batch in islice(batches, self.limit):
                 count += 1
                 yield batch
 
@@ -450,8 +457,6 @@ class _Prediction(Evaluator):
         virtual_ranks = getattr(source, "virtual_ranks", None)  # of the evaluations of a run
         if virtual_ranks is not None:
             source.virtual_ranks = None
-        if self._follows_rank:
-            self.device = device_of_rank("auto", comm)
         self._comm = comm
         try:
             share_among_ranks(source, comm)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chainring._checks import is_number
 from chainring._distributed.sharding import fsdp_modules, reshard, to_full
 from chainring._messages import OneTimeWarning
 from chainring._naming import name_cleaner, name_of_model
@@ -193,6 +194,66 @@ class MicroAverage(Extension):
             summary.serialize(serializer[name])
         if not isinstance(serializer, Serializer) and list(saved_keys) != list(self.keys):
             self._sums = MeanSummary(), MeanSummary()  # settings are never state: sums of other values say nothing
+
+
+class RunningAverage(Extension):
+    """Reports an average of a value in which what is older counts less: its last report, and not the mean of an interval.
+
+    It adds the value in each iteration in which it is reported, and reads it from its device only to save it. The value of
+    k reports ago has the weight ``decay ** k``; weights are divided by their sum, so that the first ones are no exception.
+    Each rank averages what it reports, and the log has the mean over the ranks.
+
+    Example::
+
+        trainer.extend(extensions.RunningAverage("main/loss"), trigger=(100, "iteration"))  # main/loss/average
+        trainer.extend(extensions.LogReport(trigger=(100, "iteration")))
+
+    Args:
+        key: the key of the value in the observation; a scalar.
+        result_key: the key of the average, by default ``"<key>/average"``.
+        decay: at least 0 and less than 1; 0.98 is about the mean of the last 50.
+        trigger: when to report. ``extend(RunningAverage(...), trigger=t)`` means the same and takes precedence.
+    """
+
+    priority = PRIORITY_EDITOR
+    default_name = "running_average"
+    watched_keys: Sequence[str] = ()
+
+    def __init__(
+        self, key: str, result_key: str | None = None, decay: float = 0.98, trigger: TriggerLike = (1, "epoch")
+    ) -> None:
+        self.key, self.result_key = key, f"{key}/average" if result_key is None else result_key
+        _check_key(key)
+        _check_key(self.result_key)
+        if not is_number(decay) or not 0 <= decay < 1:
+            raise ValueError(f"the decay of a running average is at least 0 and less than 1, got {decay!r}")
+        self.decay, self.trigger, self.watched_keys = decay, get_trigger(trigger), [key]
+        self._sum: Any = 0.0
+        self._weight = 0.0
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return self.result_key, self.key
+
+    def observe(self, trainer: Trainer) -> None:
+        value = trainer.observation.get(self.key)
+        if not is_scalar(value):
+            return
+        if isinstance(value, Tensor):
+            value = value.detach().reshape(()).float()
+            self._sum = torch.as_tensor(self._sum, dtype=value.dtype, device=value.device)
+        self._sum = self.decay * self._sum + value
+        self._weight = self.decay * self._weight + 1
+
+    def __call__(self, trainer: Trainer) -> None:
+        if self._weight:
+            report({self.result_key: self._sum / self._weight})
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        saved_key, is_tensor = serializer("key", self.key), serializer("is_tensor", isinstance(self._sum, Tensor))
+        saved = serializer("sum", float(self._sum)), serializer("weight", self._weight)
+        if not isinstance(serializer, Serializer):  # settings are never state: the sum of other values says nothing
+            self._sum, self._weight = saved if saved_key == self.key else (0.0, 0.0)
+            self._sum = torch.tensor(self._sum, dtype=torch.float32) if is_tensor else self._sum  # for the same rounding
 
 
 def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
