@@ -1,5 +1,6 @@
 """MixtureIterator mixes datasets by weight: exact shares at every prefix, each example once a pass, through any resume."""
 
+import pickle
 import random
 import time
 from fractions import Fraction
@@ -149,6 +150,15 @@ def test_cut_anywhere_it_goes_on_with_the_same_examples():
             alone = SerialIterator(sources(sizes)[f"s{k}"], 1, seed=trial)
             own = values[values // STEP == k]
             assert own.tolist() == (taken(alone, len(own)).tolist() if len(own) else [])
+
+
+def test_a_copy_goes_on_as_the_iterator_itself():
+    """At any distance from the beginning, where examples are computed some thousands at once."""
+    iterator = MixtureIterator(sources([50, 30]), 16, weights={"s0": 2, "s1": 1}, seed=0)
+    for number in range(700):
+        copied = pickle.loads(pickle.dumps(iterator)) if number % 90 == 50 else None
+        values = concat_examples(next(iterator))
+        assert copied is None or concat_examples(next(copied)).tolist() == values.tolist()
 
 
 def test_other_weights_at_a_resume_are_announced_and_counted_from_there(capsys):

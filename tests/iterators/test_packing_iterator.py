@@ -117,6 +117,24 @@ def test_cut_anywhere_no_token_is_lost_or_comes_twice(split):
             iterator.load_state_dict(state)
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_thousands_of_documents_into_a_mixture_rows_go_on_where_they_were_cut(split):
+    """Where the mixture computes thousands of examples at once, and no longer the few of its beginning."""
+
+    def make():
+        sources = {"a": documents(60, 8), "b": documents(9, 8)}
+        return PackingIterator(MixtureIterator(sources, 7, weights={"a": 2, "b": 1}, seed=0), 48, 8, split=split)
+
+    uncut = make()
+    for number in range(60):
+        state = uncut.state_dict() if number % 6 == 5 else None
+        columns = next(uncut).columns
+        if state is not None:
+            iterator = make()
+            iterator.load_state_dict(state)
+            assert np.array_equal(next(iterator).columns["input_ids"], columns["input_ids"])
+
+
 def page():
     """The names that the blocks of Python of the page define."""
     text = (Path(__file__).parents[2] / "docs" / "several-sources.md").read_text()

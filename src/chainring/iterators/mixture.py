@@ -382,7 +382,7 @@ class MixtureIterator(MultiprocessIterator):
             anchor = _changed(anchor, weights)
         pieces, missing = [], self.batch_size if length is None else length
         while missing and any(anchor.weights):
-            numbers, following = self._block_after(anchor)
+            numbers, following = self._block_after(anchor, offset)
             pieces.append(numbers[offset : offset + missing])
             missing -= len(pieces[-1])
             offset += len(pieces[-1])
@@ -391,12 +391,13 @@ class MixtureIterator(MultiprocessIterator):
         numbers = np.concatenate(pieces) if len(pieces) > 1 else pieces[0] if pieces else np.empty(0, np.int64)
         return ([((self.seed, 0), numbers)] if len(numbers) else []), (anchor, offset)
 
-    def _block_after(self, anchor: Anchor) -> tuple[Indices, Anchor]:
-        """Return the next examples after an anchor, as numbers of `Sources`, and the anchor after them."""
+    def _block_after(self, anchor: Anchor, offset: int) -> tuple[Indices, Anchor]:
+        """Return the next examples after an anchor, more than ``offset``, as numbers of `Sources`, and the anchor after them."""
         for known, numbers, following in self._blocks:
-            if known is anchor or known == anchor:
+            if (known is anchor or known == anchor) and offset < len(numbers):
                 return numbers, following
-        longest = self.batch_size if self._function is not None else _BLOCK if self._blocks else _FIRST_BLOCK
+        is_first = not self._blocks and offset < _FIRST_BLOCK  # a copy has no blocks, and may stand far in a long one
+        longest = self.batch_size if self._function is not None else _FIRST_BLOCK if is_first else _BLOCK
         since = [count - before for count, before in zip(anchor.given, anchor.changed_at, strict=True)]
         owners, count = Shares.of(anchor.weights).sources(since, longest), len(since)
         rows_of = [np.flatnonzero(owners == source) for source in range(count)]
@@ -432,7 +433,7 @@ class MixtureIterator(MultiprocessIterator):
         if not offset:
             return anchor
         count = len(anchor.given)
-        more = np.bincount(self._block_after(anchor)[0][:offset] % count, minlength=count).tolist()
+        more = np.bincount(self._block_after(anchor, offset)[0][:offset] % count, minlength=count).tolist()
         given = tuple(before + n for before, n in zip(anchor.given, more, strict=True))
         return replace(anchor, position=anchor.position + offset, given=given)
 
