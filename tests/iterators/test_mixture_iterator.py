@@ -96,6 +96,25 @@ def test_weights_are_ratios_and_decimals_are_what_they_are_written_as():
     assert MixtureIterator(sources([4, 4]), 10, weights=by[1]).weights == {"s0": 0.7, "s1": 0.3}
 
 
+def test_weights_are_numbers_of_any_library_and_names_of_any_type():
+    """Decimals of NumPy are what they are written as too; names may be numbers, and no number is too large."""
+    data = {0: range(100), 1: range(100, 200)}
+    expected = taken(MixtureIterator(data, 10, weights={0: 0.75, 1: 0.25}, seed=0), 30).tolist()
+    for convert in (
+        np.float32,
+        np.float64,
+        torch.tensor,
+        np.array,
+        lambda x: Fraction(int(4 * x), 3),
+        lambda x: int(4 * x) * 10**400,
+    ):
+        weights = {0: convert(0.75), 1: convert(0.25)}
+        assert taken(MixtureIterator(data, 10, weights=weights, seed=0), 30).tolist() == expected
+        assert taken(MixtureIterator(data, 10, weights=lambda count, w=weights: w, seed=0), 30).tolist() == expected
+    tenths = MixtureIterator({"a": [1], "b": [2]}, 1, weights={"a": np.float32(0.7), "b": np.float32(0.3)})
+    assert tenths.weights == {"a": 0.7, "b": 0.3}
+
+
 @pytest.mark.parametrize("drop_finished", [False, True])
 def test_without_repeats_it_ends_with_the_first_source_or_goes_on_with_the_others(drop_finished):
     """In the ratios of those; each example came at most once, and with ``drop_finished`` all did."""
@@ -241,6 +260,8 @@ def test_arrays_of_equal_columns_are_gathered_and_others_come_one_by_one():
         ({"weights": {"s0": -1, "s1": 1}}, ValueError, "at least 0; that of 's0' is -1"),
         ({"weights": {"s0": float("nan"), "s1": 1}}, ValueError, "finite number"),
         ({"weights": {"s0": "1", "s1": 1}}, ValueError, "finite number"),
+        ({"weights": {"s0": True, "s1": 1}}, ValueError, "finite number"),
+        ({"datasets": {"s0": {"train": [1, 2]}, "s1": [1]}}, TypeError, r"got dict; .*splits\[.train.\]"),
         ({"weights": {"s0": 0, "s1": 0.0}}, ValueError, "above 0"),
         ({"weights": lambda count: [1, 2]}, TypeError, "weights is a mapping"),
         ({"datasets": {"s0": [], "s1": [1]}}, ValueError, "'s0' has no examples"),

@@ -205,6 +205,17 @@ def test_documents_in_any_form_are_packed():
     assert whole(tokens_of(PackingIterator(with_empty, 4, 1, separator=9, repeat=False))[0])[0] == [9]
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_behind_thousands_of_empty_documents_the_others_are_found(split):
+    """More of them than are looked at for one row; the first row of each pass has the tokens."""
+    data = [*([np.empty(0, np.int64)] * 3000), np.arange(1, 5)]
+    single = PackingIterator(data, 4, 1, split=split, repeat=False, shuffle=False)
+    assert [batch.columns["input_ids"].tolist() for batch in single] == [[[1, 2, 3, 4]]]
+    mixture = MixtureIterator({"a": data[:5], "b": data[-1:]}, 8, weights={"a": 0.99, "b": 0.01}, seed=0)
+    repeated = PackingIterator(mixture, 4, 1, split=split)
+    assert all(next(repeated).columns["input_ids"].tolist() == [[1, 2, 3, 4]] for _ in range(4))
+
+
 @pytest.mark.parametrize(
     ("example", "settings", "error", "text"),
     [
@@ -212,6 +223,9 @@ def test_documents_in_any_form_are_packed():
         (np.zeros((2, 3), int), {}, TypeError, r"shape \(2, 3\)"),
         ({"input_ids": [1]}, {}, TypeError, "TransformDataset"),
         ("text", {}, TypeError, "one dimension of integers"),
+        (([1, 2], 3), {}, TypeError, "one dimension of integers"),
+        ([], {}, ValueError, "which is all of a pass"),
+        ([], {"split": False}, ValueError, "which is all of a pass"),
         (np.arange(9), {"split": False}, ValueError, "document 0 has 9 tokens, a row 8"),
         (np.arange(8), {"split": False, "separator": 0}, ValueError, "9 tokens with its separator"),
     ],

@@ -9,13 +9,13 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import count
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from chainring._checks import is_number
 from chainring._random import Indices, preserve_host_rng, stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets._columns import Gather, make_gather
@@ -24,7 +24,7 @@ from chainring.datasets.combined import signature_of
 from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import counters_of, not_the_end
 from chainring.iterators.multiprocess import MultiprocessIterator
-from chainring.iterators.serial import EpochOrders, Segment, SerialIterator, require_integer
+from chainring.iterators.serial import EpochOrders, Segment, SerialIterator, require_indices, require_integer
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
 
 Weights = Mapping[str, float]
@@ -144,14 +144,15 @@ class Sources:
             raise TypeError(
                 f'weights is a mapping of a number for each name, such as {{"web": 0.7, "code": 0.3}}; got {got}'
             )
-        if sorted(map(str, weights)) != sorted(names):
+        numbers = {str(name): _number_of(weight) for name, weight in weights.items()}
+        if sorted(numbers) != sorted(names):
             raise ValueError(f"weights have the names of the datasets, {names}; got {list(weights)}")
-        for name, weight in weights.items():
-            if not is_number(weight) or not 0 <= weight < math.inf:
+        for (name, number), weight in zip(numbers.items(), weights.values(), strict=True):
+            if number is None:
                 raise ValueError(f"a weight is a finite number of at least 0; that of {name!r} is {weight!r}")
-            if weight and repeat and not self.sizes[names.index(name)]:
+            if number and repeat and not self.sizes[names.index(name)]:
                 raise ValueError(f"source {name!r} has no examples, and a weight of {weight!r}; give it 0, or leave it out")
-        ratios = tuple(Fraction(str(float(weights[name]))) for name in names)
+        ratios = tuple(numbers[name] or Fraction(0) for name in names)
         if not any(ratios):
             raise ValueError(f"at least one weight is above 0, got {dict(weights)}")
         ratios = tuple(ratio / sum(ratios) for ratio in ratios)
@@ -189,6 +190,14 @@ class Sources:
             return columns[0] if len(columns) == 1 else _put_together(rows, columns, len(numbers))
 
         return gather_columns
+
+
+def _number_of(weight: Any) -> Fraction | None:
+    """Return a weight, of Python, NumPy or torch, as the decimal number that it is written as; None if it is not one."""
+    if isinstance(weight, (torch.Tensor, np.ndarray)) and weight.ndim == 0:
+        weight = weight.item()
+    is_weight = isinstance(weight, Real) and not isinstance(weight, bool) and not weight < 0 and weight < math.inf
+    return Fraction(str(weight)) if is_weight else None
 
 
 def _put_together(rows: Sequence[Indices], columns: Sequence[Any], length: int) -> Any:
@@ -276,6 +285,8 @@ class MixtureIterator(MultiprocessIterator):
         if not isinstance(datasets, Mapping):
             raise TypeError(f'datasets is a mapping, such as {{"web": web, "code": code}}; got {type(datasets).__name__}')
         inner = require_datasets("a MixtureIterator", *datasets.values())
+        for dataset in inner:
+            require_indices(dataset, 'of a mapping take one of its values, such as splits["train"]')
         refuse_labels(member for dataset in inner for member in members_of(dataset))
         if drop_finished and repeat:
             raise ValueError("no source ever ends with repeat=True; drop_finished=True is for repeat=False")
@@ -392,7 +403,7 @@ class MixtureIterator(MultiprocessIterator):
         return ([((self.seed, 0), numbers)] if len(numbers) else []), (anchor, offset)
 
     def _block_after(self, anchor: Anchor, offset: int) -> tuple[Indices, Anchor]:
-        """Return the next examples after an anchor, more than ``offset``, as numbers of `Sources`, and the anchor after them."""
+        """Return more than ``offset`` examples after an anchor, as numbers of `Sources`, and the anchor after them."""
         for known, numbers, following in self._blocks:
             if (known is anchor or known == anchor) and offset < len(numbers):
                 return numbers, following

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets.base import Dataset
 from chainring.iterators.base import Iterator, counters_of
 from chainring.iterators.mixture import MixtureIterator
-from chainring.iterators.serial import IndexedIterator, SerialIterator, require_integer
+from chainring.iterators.serial import IndexedIterator, SerialIterator, require_indices, require_integer
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_setting
 
 _LOOK_AHEAD = 1_024  # documents of which those are taken that fit into a row
@@ -85,7 +86,7 @@ class PackingIterator(Iterator):
 
     Raises:
         TypeError: ``dataset`` is no dataset and none of these iterators, or an example is no document.
-        ValueError: a number is out of range; with ``split=False``, a document is longer than a row.
+        ValueError: a number is out of range; with ``split=False``, a document is longer than a row; a whole pass is empty.
     """
 
     serves_virtual_ranks = True
@@ -107,6 +108,8 @@ class PackingIterator(Iterator):
                 "documents come from a dataset, or from a MixtureIterator, SerialIterator or MultiprocessIterator of them; "
                 f"got {type(dataset).__name__}"
             )
+        if not isinstance(dataset, Iterator):
+            require_indices(dataset, "make a list of documents that can only be iterated")
         if separator is not None and not is_integer(separator):
             raise TypeError(f"a separator is a token, an integer, or None; got {separator!r}")
         self.length, self.batch_size = require_integer("length", length, 1), require_integer("a batch size", batch_size, 1)
@@ -237,6 +240,7 @@ class _Packing:
         self._epoch = self.waiting[0].epoch if self.waiting else None
         self._lengths = self._lengths_of(self.waiting)
         self._gaps = 0  # where documents were, that are packed
+        self._empty = 0  # documents without tokens that were fetched last
 
     def fill(self) -> int:
         """Find the pieces of documents that are the rows of a batch; return how many rows there are."""
@@ -275,13 +279,17 @@ class _Packing:
         return used
 
     def _fill_by_length(self) -> int:
-        used, length = 0, self._iterator.length
+        used, length, packed = 0, self._iterator.length, self._packed
         self._look_ahead()
         while True:
             fits = self._lengths <= length - used
             at = int(fits.argmax()) if len(fits) else 0
             if not len(fits) or not fits[at]:
-                return used
+                if used or self._packed == packed:
+                    return used
+                packed = self._packed  # of empty documents, behind which there may be others
+                self._look_ahead()
+                continue
             document = self.waiting[at]
             self._add(document, document.length)
             used += document.length
@@ -343,10 +351,25 @@ class _Packing:
                     f"a document is not longer than a row with split=False, and document {number} has {length} tokens{its}, "
                     f"a row {iterator.length}; give split=True or a larger length, or cut it before"
                 )
+            self._empty = 0 if length else self._empty + 1
             of_pass = 0 if isinstance(source, MixtureIterator) else (first + index) // size
             self.waiting.append(_Document(tokens, length, number, self.fetched + index, of_pass))
         self.fetched += len(examples)
+        self._refuse_empty_passes()
         return True
+
+    def _refuse_empty_passes(self) -> None:
+        """Refuse a pass of empty documents alone, where one with tokens would be looked for without end."""
+        source = self._iterator.source
+        if not self._empty or not source.repeat:
+            return
+        weights = source.weights.values() if isinstance(source, MixtureIterator) else ()
+        least = min(filter(None, weights), default=1.0)  # the source of this weight is the last to end its pass
+        if self._empty * least > 2 * self._iterator.pass_size + 1:  # of any two passes that begin anywhere, one is whole
+            raise ValueError(
+                f"a row takes tokens, and the last {self._empty} documents, which is all of a pass, have none; see why they "
+                "are empty, or give a separator"
+            )
 
     def position(self) -> _Position:
         """Return where the next row begins."""
@@ -367,7 +390,8 @@ def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
         return example
     tokens = example.numpy(force=True) if isinstance(example, torch.Tensor) else example
     if isinstance(tokens, (list, tuple)):
-        tokens = np.array(tokens) if len(tokens) else np.empty(0, np.int64)
+        with suppress(ValueError):  # lists of different lengths, which are refused below
+            tokens = np.array(tokens) if len(tokens) else np.empty(0, np.int64)
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         shown = f"an array of {tokens.dtype} and shape {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens)
         raise TypeError(

@@ -71,12 +71,9 @@ class IndexedIterator(Iterator):
         order_sampler: OrderSampler | None = None,
         example_rng: bool = True,
     ) -> None:
-        is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if not is_indexed or isinstance(dataset, (IterableDataset, str, Mapping)):
-            raise TypeError(
-                f"a dataset has __len__ and __getitem__(i), got {type(dataset).__name__}; "
-                "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
-            )
+        require_indices(
+            dataset, "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
+        )
         self.batch_size = self.step = require_integer("a batch size", batch_size, 1)
         if shuffle is not None and not isinstance(shuffle, (bool, np.bool_, int)):
             raise TypeError(f"shuffle is True, False or None, got {shuffle!r}")
@@ -444,6 +441,13 @@ def _check_sampler(sampler: Any) -> None:
 
 def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def require_indices(dataset: Any, remedy: str) -> None:
+    """Refuse what has no examples by index, with what to do then."""
+    is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_indexed or isinstance(dataset, (IterableDataset, str, Mapping)):
+        raise TypeError(f"a dataset has __len__ and __getitem__(i), got {type(dataset).__name__}; {remedy}")
 
 
 def require_integer(name: str, value: Any, least: int) -> int:
