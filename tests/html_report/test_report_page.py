@@ -4,6 +4,7 @@ import base64
 import datetime
 import hashlib
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -109,13 +110,30 @@ def test_every_table_has_headings_and_a_caption(shown):
     assert {each.get("scope") for tag, each in tags if tag == "th"} == {"col", "row"}
 
 
-def test_sections_without_anything_say_how_to_get_it(tmp_path):
-    """One line each, with the call to add."""
-    text = Reader(page(recorded(tmp_path))).text
+def test_sections_without_anything_are_hidden_and_the_last_line_says_how_to_get_them(tmp_path):
+    """All in that line, with the calls to add; the bar of links has none of them."""
+    shown = page(recorded(tmp_path))
+    text = Reader(shown).text
+    assert text.count("Also shown, once a run has it") == 1
     for words in ("extensions.LogReport()", "extensions.Profiler()", 'extensions.dump_graph("main/loss")'):
         assert words in text
-    for words in ("extensions.snapshot(autoload=True)", "config=vars(args)", "No start is recorded", "No plan is recorded"):
+    for words in ("extensions.snapshot(autoload=True)", "config=vars(args)", "notes.md"):
         assert words in text
+    hidden = [each["id"] for tag, each in Reader(shown).tags if tag == "section" and "hidden" in each]
+    assert {"system", "log", "media", "time", "graph", "snapshots", "notes"} <= set(hidden)
+    links = [each["href"][1:] for tag, each in Reader(shown).tags if tag == "a" and "hidden" in each]
+    assert links == hidden
+    assert "Add " not in text
+
+
+def test_the_head_has_the_last_and_the_best_value_of_an_evaluation(tmp_path):
+    """Of an accuracy the greatest, with its iteration; of a loss, if there is no other, the least."""
+    rows = [{"iteration": i, "epoch": i, "validation/main/accuracy": x} for i, x in enumerate([0.5, 0.75, 0.625], 1)]
+    text = " ".join(Reader(page(logged(tmp_path / "a", rows))).text.split())
+    assert "validation/main/accuracy 0.625 best 0.75, iteration 2" in text
+    rows = [{"iteration": i, "main/loss": x, "lr": 0.1} for i, x in enumerate([0.5, math.nan, 0.25], 1)]
+    text = " ".join(Reader(page(logged(tmp_path / "b", rows))).text.split())
+    assert "main/loss 0.25 best 0.25, iteration 3" in text
 
 
 def test_a_log_without_a_row_is_no_log_that_is_missing(tmp_path):

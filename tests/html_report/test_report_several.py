@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 import time
 
@@ -76,14 +77,53 @@ def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
         html_report.write_several([outs[0], outs[1], f"{outs[0]}/"], tmp_path / "y.html")
 
 
-def test_one_that_is_no_run_is_named_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    """Exit status 2, as of one run."""
+def test_what_is_no_run_is_skipped_with_one_line(tmp_path, monkeypatch, capsys):
+    """Such as the database of a sweep beside its runs; what is not there at all is a slip, and nothing is written."""
     monkeypatch.chdir(tmp_path)
-    logged(tmp_path / "a", falling(3))
-    (tmp_path / "empty").mkdir()
-    assert main(["report", "a", "empty"]) == 2
-    assert "empty is not the directory of a run" in capsys.readouterr().err
+    for name in "ab":
+        logged(tmp_path / "sweep" / name, falling(3))
+    (tmp_path / "sweep" / "plots").mkdir()
+    (tmp_path / "sweep" / "sweep.db").touch()
+    assert main(["report", *sorted(map(str, (tmp_path / "sweep").iterdir()))]) == 0
+    skipped, written = capsys.readouterr().out.splitlines()
+    assert skipped.startswith("skipped, because there is no run: ")
+    assert skipped.endswith("sweep.db")
+    assert "2 runs" in written
+    (tmp_path / "report.html").unlink()
+    assert main(["report", "sweep/a", "sweep/nowhere"]) == 2
+    assert "there is no directory sweep/nowhere" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_directory_of_runs_stands_for_them(tmp_path, monkeypatch, capsys):
+    """By their names; one that is a run and has runs below it is that run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "a/inside"):
+        logged(tmp_path / "sweep" / name, falling(3))
+    assert main(["report", "sweep"]) == 0
+    assert [run["name"] for run in data_of((tmp_path / "report.html").read_text())["runs"]] == ["a", "b"]
+    assert main(["report", "sweep/a"]) == 0
+    assert (tmp_path / "sweep" / "a" / "report.html").exists()
+
+
+def test_the_best_of_the_last_values_is_marked(tmp_path):
+    """Least or greatest by the name of the key; a key that tells neither has no best, and NaN is none."""
+    values = [(0.5, 0.25), (0.25, 0.5), (math.nan, 0.125)]
+    outs = [
+        logged(tmp_path / f"r{i}", [{"iteration": 1, "main/loss": loss, "main/accuracy": accuracy, "lr": accuracy}])
+        for i, (loss, accuracy) in enumerate(values)
+    ]
+    page = html_report.write_several(outs, tmp_path / "x.html").file.read_text()
+    assert re.findall(r'<td class="number best">([^<]*)<', page) == ["0.25", "0.5"]
+
+
+def test_the_shapes_of_parameters_are_one_number_among_the_settings_that_differ(tmp_path):
+    """Where models differ in size."""
+    shapes = [{"models": {"main": {"class": "A", "parameters": {"l1/weight": f"{n}x3", "l1/bias": f"{n}"}}}} for n in (2, 4)]
+    outs = [recorded(logged(tmp_path / f"r{i}", falling(3)), **shape) for i, shape in enumerate(shapes)]
+    text = section(html_report.write_several(outs, tmp_path / "x.html").file.read_text(), "settings")
+    assert "models.main.parameters 8 16" in text
+    assert "l1" not in text
 
 
 def test_the_iteration_in_which_two_runs_part_is_on_the_page(tmp_path, monkeypatch, capsys):
@@ -101,7 +141,7 @@ def test_the_iteration_in_which_two_runs_part_is_on_the_page(tmp_path, monkeypat
     page = (tmp_path / "report.html").read_text()
     assert data_of(page)["partings"] == [{"run": 2, "iteration": 17}]
     assert "A dashed line is where the run of its colour parts from a" in section(page, "curves")
-    assert re.search(r"b 50 5 .* 17 0.73576|b 50 5 .* 17 1.7358", section(page, "runs"))
+    assert re.search(r"b (0.73576|1.7358) 50 5 .* 17 ", section(page, "runs"))
     assert "a and same are the same up to iteration 50" in section(page, "runs")
 
 
@@ -137,7 +177,7 @@ def test_the_table_of_runs_has_their_last_values(tmp_path):
     outs = [logged(tmp_path / f"r{i}", falling(10, **{"validation/main/loss": i + 0.5})) for i in range(3)]
     text = section(html_report.write_several(outs, tmp_path / "x.html").file.read_text(), "runs")
     assert "validation/main/loss main/loss" in text
-    assert "r2 10 1 0.1 s 10 0 0 2.5 0.73576" in text
+    assert "r2 2.5 0.73576 10 1 0.1 s 10 0 0" in text
 
 
 def test_what_a_file_or_a_name_holds_is_text_on_a_page_of_several(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import is_url
-from chainring._messages import printable
+from chainring._messages import list_names, printable
 from chainring._runs.comparison import compare_runs
 from chainring._runs.finished import FinishedRun
 from chainring.cli._common import add_command, ended_by_sigterm, show
-from chainring.html_report import Parting, names_of, watch, write, write_several
+from chainring.html_report import Parting, names_of, runs_in, watch, write, write_several
 
 _PORT = 8642
 _MOST_COMPARED = 6  # runs of which it is looked up where each parts from the first
@@ -36,7 +37,7 @@ machine, at 127.0.0.1, and follows runs that are running, until Ctrl-C.
 
 examples:
   chainring report result                  then open result/report.html
-  chainring report runs/*                  then open report.html
+  chainring report runs                    all runs there; open report.html
   chainring report result --out page.html --no-verify
   chainring report s3://bucket/run         then open report.html
   chainring report --watch runs/*          then open the address it prints
@@ -51,7 +52,8 @@ exit status:
 def add_to(commands: Any) -> None:
     purpose = "write a page of one or more runs: curves, log, settings, times, in one HTML file"
     parser = add_command(commands, "report", run, purpose, _HELP)
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="the directory or the address of a run (its out)")
+    text = "the directory or the address of a run (its out), or a directory of runs"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
     text = "the file to write (default: RUN/report.html; of several runs, or one at an address, report.html)"
     parser.add_argument("--out", metavar="FILE", help=text)
     text = "compare only names and sizes of the snapshots' files, without reading every byte (about 1 s per gigabyte)"
@@ -62,6 +64,10 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    runs, others = runs_in(options.runs)
+    skipped = [str(place) for place in others if runs and os.path.exists(place)]  # what is not there is a slip
+    options.runs = [*runs, *(place for place in others if str(place) not in skipped)]
+    notes = [f"skipped, because there is no run: {list_names(skipped, 4)}"] if skipped else []
     if options.watch:
         _watch(options)
         return
@@ -79,7 +85,8 @@ def run(options: argparse.Namespace) -> None:
         counts, facts = {"snapshots": written.snapshots}, {"damaged": list(written.damaged)}
     counts = {"bytes": written.size, "rows": written.rows, **counts}
     counted = ", ".join(f"{count:,} {name if count != 1 else name.removesuffix('s')}" for name, count in counts.items())
-    lines = [f"{printable(written.file)}: {counted}", *(f"damaged: {printable(name)}" for name in written.damaged)]
+    facts |= {"skipped": skipped} if skipped else {}
+    lines = [*notes, f"{printable(written.file)}: {counted}", *(f"damaged: {printable(name)}" for name in written.damaged)]
     show(options, {"file": str(written.file), **counts, **facts}, lines)
 
 

@@ -23,11 +23,11 @@ from chainring.html_report._content import (
     names_of,
     page_of,
 )
-from chainring.html_report._run import DAMAGED, read_run
+from chainring.html_report._run import DAMAGED, read_run, runs_in
 from chainring.html_report._watch import watch
 from chainring.serializers._store import Place
 
-__all__ = ["Page", "Parting", "names_of", "watch", "write", "write_several"]
+__all__ = ["Page", "Parting", "names_of", "runs_in", "watch", "write", "write_several"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,21 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from chainring._version import __version__
 from chainring.html_report._log import MAX_POINTS, Column, Curves, curves_of, script_data
 from chainring.html_report._run import DAMAGED, Run, Series, as_mapping
 from chainring.serializers._store import Place
 from chainring.training._settings import Settings
+from chainring.training.triggers.best_value import mode_of_key
 from chainring.writers.base import COUNTERS
 
 SIGN = '<meta name="generator" content="chainring '
@@ -38,6 +42,7 @@ _MAX_ROWS = 300  # of a table
 _MAX_CELLS = 4_000  # of the table of a log
 _MAX_COLUMNS = 40
 _MAX_CHARACTERS = 600  # of one text
+_SHAPE = re.compile(r"(models\..+\.parameters)\.")  # the path of the setting that is the shape of a parameter
 _SMALL = 160  # pixels up to which an image is enlarged
 _SYSTEM = ("cpu_percent", "process_cpu_percent", "memory_percent", "process_memory_mib", "accelerator_percent",
            "accelerator_memory_mib")  # the keys of extensions.SystemMetrics, after its name  # fmt: skip
@@ -51,6 +56,15 @@ SECTIONS_OF_SEVERAL = {
     "curves": "Curves", "runs": "Runs", "settings": "Settings that differ", "system": "CPU, GPU and memory",
     "media": "Images, texts and histograms", "notes": "Notes",
 }  # fmt: skip
+
+
+_SOURCES = {
+    "curves": "extensions.LogReport()", "CPU, GPU and memory": "extensions.SystemMetrics()",
+    "images, texts and histograms": "chainring.report_image", "the configuration": "Trainer(..., config=vars(args))",
+    "the time by phase": "extensions.Profiler()", "the graph": 'extensions.dump_graph("main/loss")',
+    "snapshots": "extensions.snapshot(autoload=True)", "notes": "notes.md",
+}  # fmt: skip
+"""What writes that which a page of a run shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +122,27 @@ def content_of(drawn: DrawnRun) -> Content:
         numeric = [column for column, key in enumerate(keys) if not any(isinstance(row.get(key), str) for row in rows)]
         counts = {"count": log.count, "column_count": len(log.keys), "unreadable": log.unreadable}
         logs.append({"name": log.name, "columns": keys, "rows": rows, "numeric": numeric, "curves": curves, **counts})
+    config, has_system = as_mapping(run.record.get("config")), _has_system([run])
+    there = {
+        "curves": run.logs,
+        "CPU, GPU and memory": has_system,
+        "images, texts and histograms": any(log.media for log in run.logs),
+        "the configuration": config,
+        "the time by phase": run.profile or run.rank_seconds,
+        "the graph": run.graph,
+        "snapshots": run.snapshots,
+        "notes": run.notes,
+    }
     parts = _render(
         "one.html",
-        ["facts", *SECTIONS],
+        ["facts", *SECTIONS, "missing"],
         run=run,
+        absent={what: _SOURCES[what] for what, is_there in there.items() if not is_there},
         facts_of=_facts(run),
         logs=logs,
         is_marked=bool(drawn.data["marks"]),
-        has_system=_has_system([run]),
-        config=as_mapping(run.record.get("config")),
+        has_system=has_system,
+        config=config,
         made_with=_made_with(run.record),
         recorded_plan=plan,
         extensions=[entry for entry in extensions if isinstance(entry, dict)] if isinstance(extensions, list) else [],
@@ -133,7 +159,7 @@ def content_of(drawn: DrawnRun) -> Content:
 def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings: Sequence[Parting] = ()) -> Content:
     """Return the content of the page of several runs."""
     runs = [of_run.run for of_run in drawn]
-    keys, values = _last_values(runs)
+    keys, values, best = _last_values(runs)
     count = sum(log.count for run in runs for log in run.logs)
     differing, differing_count = _differing_settings(names, runs)
     lines = [{"run": parting.run, "iteration": parting.iteration} for parting in partings if parting.iteration is not None]
@@ -155,6 +181,7 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
     parts = _render(
         "several.html",
         ["facts", *SECTIONS_OF_SEVERAL],
+        best=best,
         names=names,
         facts_of={"runs": f"{len(runs):,}", "rows": f"{count:,}"},
         partings=partings,
@@ -162,8 +189,9 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
         count=sum(of_run.count for of_run in drawn),
         left_out=max((of_run.left_out for of_run in drawn), key=len, default=[]),
         has_system=_has_system(runs),
-        rows=[row + last for row, last in zip(rows, values, strict=True)],
-        more_heads=["parts at"] * are_in_table + keys,
+        rows=[last + row for row, last in zip(rows, values, strict=True)],
+        keys=keys,
+        are_in_table=are_in_table,
         remarks=remarks,
         differing=differing,
         differing_count=differing_count,
@@ -175,9 +203,9 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
 
 
 def _render(file: str, macros: Sequence[str], /, **values: Any) -> dict[str, str]:
-    """Return the macros of a template as HTML."""
+    """Return the macros of a template as HTML, empty where there is nothing to show."""
     module = _environment().get_template(file).make_module(values)
-    return {name: str(getattr(module, name)()) for name in macros}
+    return {name: str(getattr(module, name)()).strip() for name in macros}
 
 
 @cache
@@ -261,7 +289,20 @@ def _facts(run: Run) -> dict[str, str]:
         "damaged": sum(snapshot.state == DAMAGED for snapshot in run.snapshots),
     }
     facts = {name: f"{count:,}" for name, count in counts.items() if type(count) is int and 0 < count < 10**18}
-    return ({"training": time} if time else {}) | facts
+    return ({"training": time} if time else {}) | _results(run) | facts
+
+
+def _results(run: Run) -> dict[str, str]:
+    """Return the last and the best value of one key, that of an evaluation if there is one, by names for them."""
+    columns = run.logs[0].columns if run.logs else {}
+    keys = [key for key in columns if mode_of_key(key) is not None and np.isfinite(columns[key].values).any()]
+    key = min(keys, key=lambda key: (not key.startswith("validation"), mode_of_key(key) == "min"), default=None)
+    if key is None:
+        return {}
+    rows, values, iterations = columns[key].rows, columns[key].values, columns.get("iteration")
+    index = int(np.nanargmax(values) if mode_of_key(key) == "max" else np.nanargmin(values))
+    at = [] if iterations is None else iterations.values[iterations.rows == rows[index]]
+    return {key: f"{values[-1]:.5g}", "best": f"{values[index]:.5g}" + "".join(f", iteration {int(n):,}" for n in at)}
 
 
 def _progress(run: Run) -> tuple[Any, Any, str]:
@@ -354,7 +395,7 @@ def names_of(places: Sequence[Place]) -> list[str]:
 
 def _differing_settings(names: Sequence[str], runs: Sequence[Run]) -> tuple[dict[str, list[Any]], int]:
     """Return a table of settings that not all runs share, and how many do; of few runs each is a column, of many a row."""
-    settings = [Settings.recorded(run.record) if run.record else Settings() for run in runs]
+    settings = [_fold(Settings.recorded(run.record)) if run.record else {} for run in runs]
     all_names = dict.fromkeys(name for of_run in settings for name in of_run)
     texts = {name: {json.dumps(of_run.get(name), sort_keys=True) for of_run in settings if of_run} for name in all_names}
     differing = [name for name in all_names if len(texts[name]) > 1]
@@ -366,10 +407,30 @@ def _differing_settings(names: Sequence[str], runs: Sequence[Run]) -> tuple[dict
     return {"heads": ["run", *shown], "titles": list(names), "cells": cells}, len(differing)
 
 
-def _last_values(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Return some keys of the logs, and for each run the last value of each as text."""
+def _fold(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the number of parameters of a model in the place of their shapes."""
+    folded: dict[str, Any] = {}
+    for path, value in settings.items():
+        if (match := _SHAPE.match(path)) is None:
+            folded[path] = value
+        else:
+            sizes = re.fullmatch(r"\d{1,15}(x\d{1,15})*", str(value))
+            folded[match[1]] = folded.get(match[1], 0) + (math.prod(map(int, sizes[0].split("x"))) if sizes else 1)
+    return folded
+
+
+def _last_values(runs: Sequence[Run]) -> tuple[list[str], list[list[str]], set[tuple[int, int]]]:
+    """Return some keys of the logs, for each run the last value of each as text, and the run and the key of the best."""
     columns = [run.logs[0].columns if run.logs else {} for run in runs]
     in_order = dict.fromkeys(key for run in runs for log in run.logs[:1] for key in log.keys if key in log.columns)
     keys = [key for key in in_order if key not in COUNTERS]
     keys = sorted(keys, key=lambda key: not key.startswith("validation"))[:_MAX_VALUES]
-    return keys, [[f"{of_run[key].values[-1]:.5g}" if key in of_run else "" for key in keys] for of_run in columns]
+    texts = [[f"{of_run[key].values[-1]:.5g}" if key in of_run else "" for key in keys] for of_run in columns]
+    best = set()
+    for number, key in enumerate(keys):
+        last = {index: float(of_run[key].values[-1]) for index, of_run in enumerate(columns) if key in of_run}
+        last = {index: value for index, value in last.items() if math.isfinite(value)}
+        if (mode := mode_of_key(key)) is not None and len(set(last.values())) > 1:
+            most = (max if mode == "max" else min)(last.values())
+            best |= {(index, number) for index, value in last.items() if value == most}
+    return keys, texts, best

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from chainring._files import from_json, read_regular
+from chainring._files import from_json, is_url, read_regular
 from chainring._places.base import RemoteError
 from chainring._runs.finished import LOG, FinishedRun
 from chainring.html_report._log import MAX_ROWS, Log, LogFile
@@ -95,6 +95,26 @@ class Run:
 def as_mapping(content: Any) -> dict[str, Any]:
     """Return a mapping as it is, and anything else as an empty one."""
     return content if isinstance(content, dict) else {}
+
+
+def runs_in(places: Sequence[Place]) -> tuple[list[Place], list[Place]]:
+    """Return the runs at these paths and directly below them, and the paths where there is none; an address is a run."""
+    runs: list[Place] = []
+    others: list[Place] = []
+    for place in places:
+        if is_url(place) or _is_run(Path(place)):
+            runs.append(place)
+        elif Path(place).is_dir() and (inside := sorted(filter(_is_run, Path(place).iterdir()))):
+            runs += map(str, inside)
+        else:
+            others.append(place)
+    return runs, others
+
+
+def _is_run(path: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return bool(FinishedRun.open(path))
+    return False
 
 
 def read_run(place: Place, *, verify: bool = True, number_of_runs: int = 1, files: dict[str, LogFile] | None = None) -> Run:

@@ -22,8 +22,10 @@ function follow() {
   source.addEventListener("error", () => { status.textContent = `The command that follows the runs does not answer.${last}`; });
 }
 
-// What was unfolded stays so, and what was scrolled.
+// What was unfolded stays so, and what was scrolled. A section is shown as soon as it has something.
 function replacePart(part, html) {
+  const section = part.closest("section");
+  if (section && section.id !== "curves") section.hidden = document.querySelector(`nav a[href="#${section.id}"]`).hidden = !html;
   const unfolded = [...part.querySelectorAll("details")].map((each) => each.open);
   const places = [...part.querySelectorAll(".scroll")].map((each) => each.scrollTop);
   part.innerHTML = html;
