@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from chainring import iterators, serializers, training
 from chainring.cli import main
+from chainring.training import extensions
 
 
 def snapshot_of(model, place):
@@ -110,3 +112,35 @@ def test_what_exists_is_not_written_over_and_json_says_what_was_written(saved, t
     assert (facts["format"], facts["tensors"]) == (form, sorted(expected))
     assert facts["bytes"] > sum(value.nbytes for value in expected.values()) - expected["last.weight"].nbytes
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["place"]
+
+
+def test_the_suffix_of_the_file_tells_its_format(saved, tmp_path, capsys):
+    """Torch's for .pt and .pth; one that contradicts --format is refused, and any other says nothing."""
+    directory, expected = saved
+    for suffix in ("pt", "PTH"):
+        assert main(["export", directory, str(tmp_path / f"model.{suffix}")]) == 0
+        assert_equal(torch.load(tmp_path / f"model.{suffix}", weights_only=True), dict(expected))
+    for name in ("model.safetensors", "weights"):
+        assert main(["export", directory, str(tmp_path / name)]) == 0
+        assert load_file(tmp_path / name).keys()
+    for name, form in (("a.pt", "safetensors"), ("a.safetensors", "torch"), ("a.pt", "hf")):
+        assert main(["export", directory, str(tmp_path / name), "--format", form]) == 2
+        assert f"and --format is {form}; change one of them" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()
+
+
+def test_an_average_is_exported_by_the_name_of_its_extension(tmp_path, capsys):
+    """Its parameters, under the names of the model; a name that is wrong is answered by those there are."""
+    model = nn.Linear(2, 2)
+    updater = training.StandardUpdater(iterators.SerialIterator([0, 1], 2), torch.optim.SGD(model.parameters(), 0.1), model)
+    trainer = training.Trainer(updater, out=tmp_path)
+    average = extensions.ExponentialMovingAverage(model)
+    trainer.extend(average)
+    with torch.no_grad():
+        average.model.weight.fill_(2.0)
+    serializers.save(tmp_path / "snapshot", trainer)
+    arguments = ["export", str(tmp_path / "snapshot"), str(tmp_path / "average.pt"), "--model"]
+    assert main([*arguments, "average"]) == 2
+    assert "it has main, ExponentialMovingAverage" in capsys.readouterr().err
+    assert main([*arguments, "ExponentialMovingAverage"]) == 0
+    assert_equal(torch.load(tmp_path / "average.pt", weights_only=True), average.model.state_dict())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file
 from chainring.serializers._values import find_aliases, read_stored
 
 _MODEL = "updater/model:"
+_FORMATS = {".pt": "torch", ".pth": "torch", ".safetensors": "safetensors"}  # by the suffix of the file
+_AVERAGE = re.compile("extensions/([^/]+)/model/")  # of an ExponentialMovingAverage
 MAX_FILE = 5 * 10**9  # bytes of a file of the format of Hugging Face
 _HELP = """
 Write the model of a snapshot with the names of its state_dict, without the
@@ -41,7 +44,8 @@ whole. What exists is not overwritten. The formats:
 
 examples:
   chainring export result mlp.safetensors      the newest snapshot of a run
-  chainring export result/best gen.pt --model gen --format torch
+  chainring export result/best gen.pt --model gen
+  chainring export result average.pt --model ExponentialMovingAverage
   chainring export s3://bucket/run mlp.safetensors     from an object store
   chainring export --json result mlp.safetensors | jq .tensors
 
@@ -55,14 +59,18 @@ def add_to(commands: Any) -> None:
     parser = add_command(commands, "export", run, "write the model of a snapshot for other programs", _HELP)
     parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, for its newest snapshot")
     parser.add_argument("place", metavar="PLACE", help="the file to write; for hf and dcp the directory")
-    parser.add_argument("--model", metavar="NAME", help="name of the model, where there are several (default: main)")
-    parser.add_argument(
-        "--format", choices=("dcp", "hf", "safetensors", "torch"), default="safetensors", help="default: safetensors"
-    )
+    text = "name of the model, where there are several, or of the extension that averages it (default: main)"
+    parser.add_argument("--model", metavar="NAME", help=text)
+    text = "default: that of the suffix of PLACE, torch for .pt and .pth, or safetensors"
+    parser.add_argument("--format", choices=("dcp", "hf", "safetensors", "torch"), help=text)
 
 
 def run(options: argparse.Namespace) -> None:
-    located, target, form = locate(options.directory), options.place, options.format
+    located, target = locate(options.directory), options.place
+    of_suffix = _FORMATS.get(os.path.splitext(target)[1].lower())
+    form = options.format or of_suffix or "safetensors"
+    if of_suffix not in (None, form):
+        raise ValueError(f"{target} has the suffix of the format {of_suffix}, and --format is {form}; change one of them")
     if isinstance(located, StoredFile):
         raise FileNotFoundError(f"{options.directory} is {describe_file(located)}")
     saved = located[0]
@@ -94,6 +102,8 @@ def require_new(target: str) -> None:
 def read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Any]]:
     """Return the name of a model in a snapshot, by default of the only or the main one, and its entries.
 
+    An average of a model has the name of its extension.
+
     A parameter that a snapshot without frozen parameters left out is ``None``.
     """
     module_state = saved.read_manifest().about.get("own state of modules")  # beside parameters and buffers
@@ -101,17 +111,19 @@ def read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, A
     with opened_state(saved) as whole:
         state = {key: value for key, value in whole.items() if key not in left_out}
         names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
+        averages = sorted({match[1] for key in state if (match := _AVERAGE.match(key))} - {*names})
         if name is None and len(names) > 1 and "main" not in names:
             raise ValueError(f"{saved} has several models; name one by --model: {', '.join(names)}")
         prefix = f"{_MODEL}{name}/" if name else model_prefix(state, saved)
+        prefix = f"extensions/{name}/model/" if name in averages else prefix
         entries = {
             key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)
         }
         entries = read_stored(entries) if prefix else {}
     if not any(isinstance(value, Tensor) for value in entries.values()):
-        has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
+        has = f"it has {', '.join(names + averages)}" if names else "`chainring inspect` lists what it has"
         raise ValueError(f"{saved} has no model {name or 'of an updater'}; {has}")
-    return prefix.removeprefix(_MODEL).rstrip("/"), entries
+    return (name if name and name in averages else prefix.removeprefix(_MODEL).rstrip("/")), entries
 
 
 def _write(target: str, form: str, tensors: dict[str, Tensor]) -> None:
