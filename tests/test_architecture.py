@@ -165,7 +165,7 @@ DOORS = {
     "serializers.foreign": {"serializers._loading"},
     "training.updaters._virtual": {"training.updaters.standard"},
     "training.extensions._virtual_forwards": {"training.extensions.evaluator"},
-    "_distributed.launchers": {"parallel"},
+    "_distributed.launchers": {"parallel", "training._run"},
     "_distributed.process_group": {"_distributed.launchers", "_distributed.survival"},
     "_distributed.survival": {"_distributed.launchers"},
     "html_report": {"cli.report"},

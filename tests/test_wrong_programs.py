@@ -1,6 +1,9 @@
 """Programs as a beginner writes them, each with one mistake: the error names the cause and the remedy, briefly and once."""
 
+import json
 import re
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -101,6 +104,9 @@ WRONG = {
     "a GPU by a number that is not there": Wrong(
         UPDATER, "train_iter, optimizer, model, device=9)", "device 9", "-1 is the CPU"
     ),
+    "the first GPU of a machine without one": Wrong(
+        UPDATER, "train_iter, optimizer, model, device=99)", "99", '"auto" is what'
+    ),
     "the precision of Lightning": Wrong(
         UPDATER, 'train_iter, optimizer, model, precision="bf16-mixed")', "got 'bf16-mixed'", 'use "bf16"'
     ),
@@ -129,7 +135,11 @@ WRONG = {
     ),
     "logits for a loss": Wrong(*model("return y"), "of shape (100, 10)", "reduce it, as by .mean()"),
     "a loss for each example": Wrong(*model('return F.cross_entropy(y, t, reduction="none")'), "of shape (100,)", ".mean()"),
-    "no loss returned": Wrong(*model('report({"loss": F.cross_entropy(y, t)}, self)'), "got NoneType", "Return the tensor"),
+    "no loss returned": Wrong(
+        *model('report({"loss": F.cross_entropy(y, t)}, self)'),
+        "got NoneType from Net.forward, {train}:16",
+        "Return the tensor",
+    ),
     "a loss that is a number": Wrong(*model("return F.cross_entropy(y, t).item()"), "got float", "without .item()"),
     "a loss without a gradient": Wrong(
         *model("return F.cross_entropy(y, t).detach()"), "depends on no parameter", "look for detach()"
@@ -197,6 +207,11 @@ WRONG = {
         "'ModelCheckpoint'",
         "extensions.snapshot()",
     ),
+    "a decorator with settings": Wrong(
+        *extending('@trainer.extend(trigger=(1, "epoch"))\ndef hello(trainer):\n    pass'),
+        "extend() takes the extension first",
+        '@training.make_extension(trigger=(1, "epoch"))',
+    ),
     "a misspelled extension": Wrong(
         "extensions.LogReport", "extensions.LogRepport", "'LogRepport'", "Did you mean: 'LogReport'?"
     ),
@@ -246,7 +261,7 @@ def test_a_wrong_program_is_answered_in_at_most_four_lines(tmp_path, monkeypatch
     assert f'File "{tmp_path}/train.py", line ' in traceback
     *_, error = re.split(r"\n(?! )", traceback.rstrip(), maxsplit=1)
     assert len(error.splitlines()) <= 4
-    assert wrong.cause in error
+    assert wrong.cause.replace("{train}", str(tmp_path / "train.py")) in error
     assert wrong.remedy in error
     words = error.splitlines()[0].partition(": ")[2]
     assert [words in line for line in done.stderr.splitlines() if not line.startswith(" ")].count(True) == 1
@@ -261,6 +276,9 @@ WARNED = {
         'triggers.EarlyStoppingTrigger(monitor="mian/loss", max_trigger=(2, "epoch"))',
         "'mian/loss' was not reported",
         "check the key",
+    ),
+    "a batch of more examples than there are": Wrong(
+        "SerialIterator(train, 100)", "SerialIterator(train[:160], 1000)", "a batch of 1000", "a smaller batch size"
     ),
     "data that end": Wrong(
         "SerialIterator(train, 100)", "SerialIterator(train, 100, repeat=False)", "ended after 15", "repeat=True"
@@ -282,3 +300,17 @@ def test_a_doubtful_program_is_warned_once_with_its_own_line(tmp_path, monkeypat
     assert wrong.remedy in text
     assert done.stderr.count("UserWarning") == 1
     assert len(done.stderr.splitlines()) <= 4
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_a_script_without_a_guard_say_what_it_lacks(tmp_path, monkeypatch, method):
+    """They import it to begin, and would each train: the first words are the remedy, and nothing hangs."""
+    loader = f'torch.utils.data.DataLoader(train, 100, num_workers=1, multiprocessing_context="{method}")'
+    (tmp_path / "train.py").write_text(PROGRAM.replace("iterators.SerialIterator(train, 100)", loader, 1))
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert 'call it under `if __name__ == "__main__":`' in done.stderr
+    assert "is being written by another run" not in done.stderr
+    assert "hint: why a worker ended is printed above" in done.stderr
+    assert json.loads((tmp_path / "result" / "run.json").read_text())["starts"][0]["iteration"] == 0

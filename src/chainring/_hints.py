@@ -92,6 +92,13 @@ UPDATER_KEYWORDS = _by_name(
     }
 )
 
+EXTEND = {
+    "": (
+        "takes the extension first; to decorate a function, write @trainer.extend above "
+        '@training.make_extension(trigger=(1, "epoch"))'
+    ),
+}
+
 PRECISIONS: dict[Any, str] = _by_name(
     {
         _BF16: "bf16-mixed bfloat16",
@@ -196,6 +203,9 @@ ERRORS = {  # of PyTorch, by what is found in their text
         "StandardUpdater(device=) moves model and batches, Evaluator(device=) its batches; make new tensors on x.device; "
         "after a model.to() of yours, make an optimizer that has its state at once, such as Adagrad"
     ),
+    r"DataLoader worker .* exited unexpectedly": (
+        "why a worker ended is printed above; one that was killed without a word had no memory left: take fewer workers"
+    ),
     r"backward through the graph a second time": "a value that one batch leaves to the next needs detach()",
     r"modified by an inplace operation": "torch.autograd.set_detect_anomaly(True) shows the operation of the forward",
 }
@@ -233,7 +243,10 @@ def find_missing(module: str, name: str) -> ModuleType:
 
 
 def hinting(hints: Mapping[str, str]) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
-    """Return a decorator of a constructor: a keyword that it lacks is refused with the nearest, or what to write instead."""
+    """Return a decorator of a constructor: a keyword that it lacks is refused with the nearest, or what to write instead.
+
+    So is a call without the first argument, if there is a hint for an empty name.
+    """
 
     def decorate(constructor: Callable[Parameters, None]) -> Callable[Parameters, None]:
         @functools.wraps(constructor)
@@ -245,6 +258,8 @@ def hinting(hints: Mapping[str, str]) -> Callable[[Callable[Parameters, None]], 
                 if name not in known and (name in hints or near):
                     hint = hints[name] if name in hints else f"did you mean {near[0]!r}?"
                     raise TypeError(f"{constructor.__qualname__.partition('.')[0]}() has no argument {name!r}: {hint}")
+            if "" in hints and len(arguments) < 2 and known[1] not in keywords:
+                raise TypeError(f"{constructor.__qualname__}() {hints['']}")
             constructor(*arguments, **keywords)
 
         return construct

@@ -71,6 +71,15 @@ def try_to_show(name: str, show: Callable[[], Any]) -> bool:
     return True
 
 
+class Text(str):
+    """Text of several lines, which a notebook shows as ``print`` does."""
+
+    __slots__ = ()
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        printer.text(self)
+
+
 class Place(NamedTuple):
     """A line of a program."""
 

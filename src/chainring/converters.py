@@ -149,7 +149,8 @@ def as_device(device: Device) -> torch.device | None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if device >= count:
-        raise ValueError(f"device {device} is the index of an accelerator, and this machine has {count}; -1 is the CPU")
+        rule = f"device {device} is the index of an accelerator, and this machine has {count}"
+        raise ValueError(f'{rule}; -1 is the CPU, and "auto" is what there is')
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, int(device))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import is_sharded
+from chainring._messages import Text
 from chainring._naming import name_cleaner, unwrap
 from chainring._random import preserve_rng
 from chainring.converters import concat_examples, device_scope, to_device
@@ -135,7 +136,7 @@ def model_summary(model: nn.Module, batch: Any = None) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  ".join([*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])]) for line in lines]
     rule = "-" * len(table[0])
-    return "\n".join([table[0].rstrip(), rule, *table[1:-1], rule, table[-1]])
+    return Text("\n".join([table[0].rstrip(), rule, *table[1:-1], rule, table[-1]]))
 
 
 def _rows(model: nn.Module, outputs: Mapping[str, list[str]]) -> Iterator[tuple[Any, ...]]:

@@ -208,3 +208,47 @@ def test_nothing_is_said_where_there_is_nothing_to_do(tmp_path, capsys, planted,
     """Where the time goes into the model, and of runs below ten seconds."""
     run_of(tmp_path, profiled, **planted)
     assert line_of(capsys) is None
+
+
+def trainer_of(out, spend=lambda where: None, stop=(5, "iteration")):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = SerialIterator(Data(spend), 2)
+    updater = training.StandardUpdater(data, optimizer, model, loss_func=lambda model, x: model(x).mean())
+    return training.Trainer(updater, stop, out=str(out))
+
+
+def test_extensions_that_were_never_called_are_named_at_the_end(tmp_path, capsys):
+    """A log that has no row, such as that of a stream without epochs, and what reports for it."""
+    trainer = trainer_of(tmp_path, stop=(3, "iteration"))
+    trainer.extend(extensions.LogReport())
+    trainer.extend(extensions.observe_lr())
+    trainer.extend(lambda trainer: None, "called", (3, "iteration"))
+    trainer.extend(extensions.snapshot(autoload=True))  # taken at the end of any run
+    trainer.run()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("never called, because the run has ended after iteration 3: observe_lr, LogReport; ")
+    assert 'extend(..., trigger=(1, "iteration"))' in line
+    again = trainer_of(tmp_path, stop=(3, "iteration"))
+    again.extend(extensions.LogReport())
+    again.extend(extensions.observe_lr())
+    again.extend(lambda trainer: None, "called", (3, "iteration"))
+    again.extend(extensions.snapshot(autoload=True))
+    again.run()
+    assert "never called" not in capsys.readouterr().out  # by a start that continues another
+
+
+@pytest.mark.parametrize(("seconds", "says"), [(3.0, True), (0.1, False)])
+def test_a_long_run_that_leaves_nothing_says_so(tmp_path, capsys, seconds, says):
+    """Neither log nor snapshot: the model is in memory still, and the line saves it. A short one is a trial."""
+    with ManualClock() as clock:
+        trainer = trainer_of(tmp_path)
+        trainer.extend(lambda trainer: clock.advance(seconds), "work", (1, "iteration"))
+        trainer.run()
+        printed = capsys.readouterr().out
+        assert ("has written neither a log nor a snapshot" in printed) == says
+        trainer = trainer_of(tmp_path)
+        trainer.extend(lambda trainer: clock.advance(seconds), "work", (1, "iteration"))
+        trainer.extend(extensions.LogReport(trigger=EVERY_5))
+        trainer.run()
+    assert "neither a log" not in capsys.readouterr().out

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from counting import CountingUpdater, DataUpdater, Fires, UncountedUpdater, a_trainer
+from IPython.lib.pretty import pretty
 
 from chainring import iterators, training
 from chainring.training import extensions, triggers
@@ -60,6 +61,7 @@ def extended(trainer):
     return trainer, fires
 
 
+@pytest.mark.filterwarnings("ignore:a batch of 8 is more than an epoch")
 @pytest.mark.parametrize(("examples", "batch_size"), [(10, 3), (7, 2), (3, 8), (1, 1)])
 def test_the_plan_of_a_fresh_run_is_what_fires(tmp_path, examples, batch_size):
     """Interval, schedule and once triggers, of iterations and epochs, fire where the plan says."""
@@ -208,3 +210,10 @@ def test_a_plan_of_nothing_is_refused(tmp_path, iterations):
     """The error shows the number."""
     with pytest.raises(ValueError, match=f"1 iteration or more, got {iterations}"):
         a_trainer(tmp_path).explain(iterations)
+
+
+def test_a_notebook_shows_the_plan_in_lines(tmp_path):
+    """As print does, and not as a string; it is one all the same."""
+    plan = a_trainer(tmp_path, stop=(3, "iteration")).explain()
+    assert pretty(plan) == plan
+    assert isinstance(plan, str)

@@ -323,3 +323,19 @@ def test_the_home_of_a_user_who_does_not_exist_is_refused(tmp_path, monkeypatch,
     with pytest.raises(ValueError, match=rf"write \./{out}"):
         a_trainer(out)
     assert os.path.realpath(run(f"./{out}").out) == str(tmp_path / out)
+
+
+def test_a_process_of_several_that_trains_alone_is_told_of_the_communicator(tmp_path, monkeypatch):
+    """Where another has the directory: under torchrun, another `out` would train two models."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def second(trainer):
+        with pytest.raises(BlockingIOError, match=r"another of the 2 processes .* comm=create_communicator\(\)") as told:
+            a_trainer(tmp_path, stop=(1, "iteration")).run()
+        assert "choose another out" not in str(told.value)
+
+    trainer = a_trainer(tmp_path, stop=(1, "iteration"))
+    trainer.extend(second)
+    trainer.run()
+    assert trainer.updater.iteration == 1

@@ -37,6 +37,8 @@ class Condition:
             number = float(match[3]) if match else math.nan
         except ValueError:
             number = math.nan
+        if match is not None and (match[2], match[3].lower()) == ("==", "nan"):
+            return cls(match[1], ">", math.inf)  # which no finite value is
         if match is None or math.isnan(number):
             raise ValueError(
                 f'a condition is KEY <, <=, >, >= or == NUMBER, such as "main/loss > 10", got {text!r}; a value that is not '

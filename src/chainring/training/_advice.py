@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from chainring._messages import printable
+from chainring._messages import list_names, printable
+from chainring.training.triggers.base import IntervalTrigger
 
 if TYPE_CHECKING:
     from chainring._progress import Trainer
@@ -56,7 +57,30 @@ def advise(seconds: Mapping[str, float], iterations: int) -> str | None:
     return f"{100 * share:.0f} % of the time {where}; what helps first: {remedy}"
 
 
-def advise_on(trainer: Trainer, seconds: float, spent: Mapping[str, float]) -> str | None:
+def closing_lines(trainer: Trainer, seconds: float, spent: Mapping[str, float], is_interrupted: bool) -> Iterator[str]:
+    """Yield what a run of so many seconds says at its end: what it never did, does not leave, and where its time went.
+
+    In ``spent`` are the extensions that were called, but for those that are called in every iteration.
+    """
+    idle = [entry for entry in trainer.entries if isinstance(entry.trigger, IntervalTrigger) and entry.fires]
+    logs = [entry for entry in idle if hasattr(entry.extension, "rows_from")]
+    idle = [entry for entry in idle if entry.name not in spent and (entry.observe is None or entry in logs)]
+    if idle and trainer.updater.iteration and not trainer.is_resumed and not is_interrupted:
+        names, iteration = list_names([entry.name for entry in idle], 4), trainer.updater.iteration
+        yield (
+            f"never called, because the run has ended after iteration {iteration}: {names}; give a trigger that fires "
+            f'before, such as extend(..., trigger=({max(iteration // 10, 1)}, "iteration"))'
+        )
+    if seconds >= _LEAST_SECONDS and not any(entry.is_snapshot or entry.optional("writes") for entry in trainer.entries):
+        yield (
+            "this run has written neither a log nor a snapshot: extensions.defaults() are both, and "
+            'chainring.serializers.save("mlp.model", model) saves the model as it is now'
+        )
+    if (line := _advise_on(trainer, seconds, spent)) is not None:
+        yield line
+
+
+def _advise_on(trainer: Trainer, seconds: float, spent: Mapping[str, float]) -> str | None:
     """Return the line about a run of so many seconds, by the phases that an extension has measured.
 
     Otherwise by the seconds ``spent`` in extensions whose triggers do not fire in every iteration.

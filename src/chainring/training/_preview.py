@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from chainring import _random
-from chainring._messages import info, warn
+from chainring._messages import Text, info, warn
 from chainring._progress import Trainer
 from chainring.iterators.base import find_main_iterator
 from chainring.iterators.loader import LoaderIterator, check_state
@@ -88,7 +88,7 @@ def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
         text += "; observes each" if entry.observe is not None else ""
         rows.append((entry.name, str(entry.priority), describe(entry.trigger), text))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join([headline, *("  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows)])
+    return Text("\n".join([headline, *("  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows)]))
 
 
 class SimulatedUpdater:

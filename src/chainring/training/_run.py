@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ from chainring._naming import named_submodules
 from chainring._progress import Trainer
 from chainring.iterators._workers import END_SIGNALS
 from chainring.iterators.base import share_among_ranks
+from chainring.iterators.serial import IndexedIterator
 from chainring.serializers import CorruptError
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import (
@@ -44,7 +46,7 @@ from chainring.serializers.protocol import (
     visit_if_stateful,
     visit_setting,
 )
-from chainring.training._advice import advise_on
+from chainring.training._advice import closing_lines
 from chainring.training._entry import Entry, Identity, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training._settings import check_agreement, check_generators, check_out
@@ -105,7 +107,18 @@ class Run:
                 self._remote.claim(trainer.out)
                 self.store = Snapshots(self._remote)
             self.store, tell = trainer.store, trainer.interruption.request_commands
-            self._directory = self._directory or RunDirectory(trainer.out, self.store, tell, trainer.comm.lost)
+            try:
+                self._directory = self._directory or RunDirectory(trainer.out, self.store, tell, trainer.comm.lost)
+            except BlockingIOError as error:
+                from chainring._distributed.launchers import read_rank_info  # which few programs need
+
+                if several or (ranks := read_rank_info(os.environ).size) == 1:
+                    raise
+                raise BlockingIOError(
+                    f"{trainer.out} is written by another of the {ranks} processes that were started together, and each "
+                    "trains alone: give StandardUpdater(..., comm=create_communicator()), of chainring.parallel, so that "
+                    "they train one model"
+                ) from error
         if several:
             check_agreement(trainer)
             check_out(trainer.store, trainer.comm)
@@ -227,9 +240,10 @@ class Run:
         if self._directory is not None:
             self._directory.release()
         seconds = 0.0 if self.started_at is None else self.ended_at - self.started_at
-        if failure is None and not trainer.is_replaying and (line := advise_on(trainer, seconds, self.spent)) is not None:
-            info(line)
         interruption: Interruption = trainer.interruption
+        if failure is None and not trainer.is_replaying:
+            for line in closing_lines(trainer, seconds, self.spent, interruption.signum is not None):
+                info(line)
         ends_run = failure is None and interruption.signum is not None and not interruption.is_nested
         return interruption.error() if ends_run else failure
 
@@ -341,6 +355,24 @@ class Commands:
         self.again: list[dict[str, Any]] = []  # those that come after them in the record, to be carried out again
 
 
+def unguarded() -> RuntimeError:
+    """Return the error of a process that imports the script to begin, and would train too.
+
+    What its parent sends is read first, because it keeps both ends of the pipe, and would wait for a reader for ever.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and "from_parent" not in frame.f_locals:  # of multiprocessing.spawn
+        frame = frame.f_back
+    if "from_parent" in frame.f_locals:
+        pipe = frame.f_locals["from_parent"].fileno()
+        while select.select([pipe], [], [], 1.0)[0] and os.read(pipe, 1 << 20):
+            pass
+    return RuntimeError(
+        "run() in a worker process, which imports the script to begin: put what trains into a function, main(), and call "
+        'it under `if __name__ == "__main__":`, which a script needs whose workers start by spawn or forkserver'
+    )
+
+
 def _visit_parts(serializer: AbstractSerializer, trainer: Trainer) -> None:
     """Save or load, of this rank alone, what begins again with fewer ranks; models and optimizers stay as they are."""
     for name, iterator in trainer.updater.get_all_iterators().items():
@@ -369,6 +401,10 @@ def prepare(trainer: Trainer) -> None:
             trainer.reporter.add_observer(path, module)
     for iterator in updater.get_all_iterators().values():
         share_among_ranks(iterator, comm, getattr(updater, "virtual_ranks", None))
+        size = iterator.progress[2] if isinstance(iterator, IndexedIterator) and iterator.repeat else None
+        if size is not None and iterator.batch_size > size:
+            text = f"a batch of {iterator.batch_size} is more than an epoch, and has examples of the {size} twice"
+            warn(f"{text}; give {type(iterator).__name__} a smaller batch size, or repeat=False")
     if hasattr(updater, "start"):
         updater.start()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +39,7 @@ from chainring.serializers.protocol import (
 )
 from chainring.training import _preview
 from chainring.training._entry import Entry, Observer, RollBack, surround
-from chainring.training._run import Interruption, Run
+from chainring.training._run import Interruption, Run, unguarded
 from chainring.training._run_directory import resolve_out
 from chainring.training.triggers.base import (
     ReachedTrigger,
@@ -205,6 +206,7 @@ class Trainer(Stateful):
         """The line of the script that registered the running extension, for warnings; ``None`` outside of extensions."""
         return None if self.extension_name is None else self._entries[self.extension_name].place
 
+    @hinting(_hints.EXTEND)
     def extend(
         self,
         extension: Callable[[Trainer], Any],
@@ -307,12 +309,15 @@ class Trainer(Stateful):
         handler that the script has set is called too.
 
         Raises:
-            RuntimeError: it has run before.
+            RuntimeError: it has run before; or it is called in a process that imports the script, which lacks its
+                ``if __name__ == "__main__":``.
             Interrupted: a signal has ended the run; if it is not caught, the process exits with 128 + its number.
         """
         run, failure = self._run, None
         if run.has_begun:
             raise RuntimeError("a trainer can run only once; make a new one, and load a snapshot or state_dict to continue")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself asks
+            raise unguarded()
         with contextlib.ExitStack() as stack:
             continues = self.interruption.continues_after_sigusr1
             self.interruption = stack.enter_context(Interruption(self.comm, continues_after_sigusr1=continues))

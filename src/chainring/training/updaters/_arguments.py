@@ -286,11 +286,14 @@ def check_call(
         raise TypeError(f"{rule}; {name}{inspect.signature(forward)} cannot be: {error}. {remedy}") from None
 
 
-def check_loss(loss: Any) -> None:
-    """Refuse a loss that is not a scalar tensor with a gradient."""
+def check_loss(loss: Any, function: Any = None) -> None:
+    """Refuse a loss that is not a scalar tensor with a gradient; a model or a ``function`` has returned it."""
     if not isinstance(loss, Tensor):
+        forward = inspect.unwrap(function.forward if isinstance(function, nn.Module) else function)
+        code = getattr(forward, "__code__", None)
+        origin = f" from {forward.__qualname__}, {code.co_filename}:{code.co_firstlineno}" if code else ""
         raise TypeError(
-            f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}. '
+            f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}{origin}. '
             "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, *inputs)"
             '; or {"loss": loss, "weight": 0} to skip a batch, with any loss that depends on a parameter'
         )

@@ -486,7 +486,8 @@ class StandardUpdater(Updater):
         """
         scheme, update, callbacks = self._scheme, self._scheme.update, self.callbacks
         if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
-            check_loss(loss)  # says what is wrong
+            is_returned = type(self).update_core is StandardUpdater.update_core  # else the caller's line is in the traceback
+            check_loss(loss, (self.loss_func or scheme.models["main"]) if is_returned else None)  # says what is wrong
             loss = to_full(loss)
         if create_graph and (self.comm.size > 1 or scheme.virtual is not None or scheme.precision.scaler is not None):
             raise ValueError(NO_GRAPH)
