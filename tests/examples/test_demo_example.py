@@ -15,6 +15,7 @@ def test_the_demo_trains_the_script_of_the_readme():
     """Its lines, but for the number of epochs and the directory, which are arguments."""
     readme = (EXAMPLES.parent / "README.md").read_text()
     script = re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1)
+    script = re.sub(r"\A(#.*\n)*", "", script)  # which `uv run` reads
     script = script.replace("import torch\n", "import sys\n\nimport torch\n", 1)
     script = script.replace('(20, "epoch"), out="result"', '(int(sys.argv[1]), "epoch"), out=sys.argv[2]')
     demo = (EXAMPLES / "demo" / "train.py").read_text().partition('"""\n\n')[2]
