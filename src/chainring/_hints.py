@@ -176,7 +176,6 @@ MODULES: dict[str, dict[str, str]] = {
         "EMA": "it is extensions.ExponentialMovingAverage(model)",
         "WeightAveraging": "it is extensions.ExponentialMovingAverage(model)",
         "LambdaCallback": _EXTENSION,
-        "Timer": 'it is a stop trigger: Trainer(updater, (3600, "second"))',
         "GradientAccumulationScheduler": _ACCUMULATE,
         "ModelSummary": "it is chainring.nn.model_summary(model, batch)",
     },
