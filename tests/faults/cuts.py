@@ -64,7 +64,8 @@ def packed(bench, number, draw, place):
             source = MixtureIterator({"a": documents, "b": documents[::2]}, chunk, weights=weights, seed=seed)
         return PackingIterator(source, length, BATCH, separator=separator, split=split, seed=seed)
 
-    lengths = [draw.randint(1, 4) for _ in range(CUTS + 1)]
+    most = 60 if uses_mixture and number % 8 < 2 else 4  # batches to a cut; thousands of documents go through a mixture
+    lengths = [draw.randint(1, most) for _ in range(CUTS + 1)]
     whole, _ = go_on(make, None, 1, sum(lengths))
     rows, state = [], None
     for batches in lengths:
