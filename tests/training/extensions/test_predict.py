@@ -35,6 +35,13 @@ def in_order(batch_size=4):
     return SerialIterator(DATA, batch_size, repeat=False, shuffle=False)
 
 
+def test_batches_go_to_the_device_of_the_model_and_rows_come_to_the_host(device):
+    model = nn.Linear(2, 3).to(device)
+    rows = predict(model, in_order(), device=device, predict_func=lambda model, x, t: (model(x), t))
+    assert [part.device.type for part in rows] == ["cpu", "cpu"] and torch.equal(rows[1], DATA.tensors[1])
+    torch.testing.assert_close(rows[0], model.to("cpu")(DATA.tensors[0]).detach())
+
+
 @pytest.mark.parametrize("make", [in_order, lambda: DataLoader(DATA, 4), lambda: list(DataLoader(DATA, 4))])
 def test_it_returns_the_row_of_every_example_in_order(make):
     """In the structure of the model's output, of the incomplete last batch too, in evaluation mode and without gradients."""

@@ -435,7 +435,7 @@ def predict(
         TypeError: the model does not take the inputs, or returns something else than tensors.
     """
     comm = Communicator() if comm is None else as_communicator(comm)
-    prediction = _Prediction(iterator, model, converter, device, precision=precision)
+    prediction = _Prediction(iterator, model, converter, device=device, precision=precision)
     outputs = prediction.run(comm, partial(predict_func, model) if predict_func else model)
     by_batch = [part for batch in zip(*comm.gather_object(outputs), strict=True) for part in batch]
     if not by_batch:
