@@ -38,7 +38,8 @@ def in_order(batch_size=4):
 def test_batches_go_to_the_device_of_the_model_and_rows_come_to_the_host(device):
     model = nn.Linear(2, 3).to(device)
     rows = predict(model, in_order(), device=device, predict_func=lambda model, x, t: (model(x), t))
-    assert [part.device.type for part in rows] == ["cpu", "cpu"] and torch.equal(rows[1], DATA.tensors[1])
+    assert [part.device.type for part in rows] == ["cpu", "cpu"]
+    assert torch.equal(rows[1], DATA.tensors[1])
     torch.testing.assert_close(rows[0], model.to("cpu")(DATA.tensors[0]).detach())
 
 
