@@ -60,9 +60,10 @@ def test_an_example_is_exact_and_nothing_lies_outside_its_state(script, report):
 
 
 LAUNCHED = {"distributed/launch_ray.py"}  # what workers of Ray do: test_launcher_examples.py
+OF_README = {"demo/train.py"}  # the script of the README, above, which test_demo_example.py compares
 
 
 def test_no_example_that_trains_is_left_out():
     """Each that runs a trainer is verified, here, or among those that are killed or that another program launches."""
     scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py") if "trainer.run()" in path.read_text()}
-    assert scripts == {*ARGUMENTS, *SMALL, *LAUNCHED}
+    assert scripts == {*ARGUMENTS, *SMALL, *LAUNCHED, *OF_README}

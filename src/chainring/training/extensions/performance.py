@@ -473,8 +473,6 @@ class Timer(Extension):
         ValueError: the margin is below 0, or the limit is not above it; or the variable is not a number.
     """
 
-    trigger = staticmethod(never)
-
     def __init__(self, limit: float | None = None, margin: float = 120.0) -> None:
         longest = math.inf if limit is None else limit
         if not (is_number(longest) and is_number(margin)):
@@ -482,6 +480,7 @@ class Timer(Extension):
         if not 0 <= margin < longest:
             raise ValueError(f"the margin of a Timer is at least 0 and less than its limit, got {margin!r} of {limit!r}")
         self.limit, self.margin = limit, margin
+        self.trigger = never
         self._ends_at: float | None = None  # on a monotonic clock
         self._thread: threading.Timer | None = None
 
