@@ -56,7 +56,7 @@ compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of
 	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
 
 # What trains a model or speaks of a device: the longest first. tests/device/README.md says what runs on the CPU alone.
-ON_DEVICE := --numprocesses 2 --dist loadfile tests/device tests/gpu tests/test_resume.py \
+ON_DEVICE := --dist loadfile tests/device tests/gpu tests/test_resume.py \
 	tests/training tests/reporting \
 	$(addprefix tests/serializers/test_,checkpoint.py filling.py npz.py own_state.py safetensors.py values.py) \
 	$(addprefix tests/serializers/test_,optimizers_on_disk.py schedulers_on_disk.py tensors_on_disk.py) \
@@ -69,8 +69,11 @@ ON_DEVICE := --numprocesses 2 --dist loadfile tests/device tests/gpu tests/test_
 	$(addprefix --ignore tests/training/test_,out.py out_abandoned.py)
 
 device: install  ## tests on an accelerator that is not there, which is compiled first; needs g++
-	$(BIN)/python tests/device/run.py $(ON_DEVICE)
+	$(BIN)/python tests/device/run.py --numprocesses 2 $(ON_DEVICE)
 	$(BIN)/python tests/device/run.py --device standin tests/device/test_stand_in.py
+
+gpu: install  ## the same tests on an NVIDIA GPU, with a build of PyTorch for it in the environment
+	PYTHONPATH=tests/device $(BIN)/python -m pytest -p on_device --device cuda --numprocesses 8 $(ON_DEVICE)
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, a device, faults, ranks, speed
 	$(MAKE) --jobs 3 --output-sync=target $(VENV)/.chainer $(VENV)/.libraries wheel lint  # most of which downloads

@@ -1,25 +1,26 @@
-"""A plugin of pytest: tests on the stand-in, in each of which a race is a failure.
+"""A plugin of pytest: tests on a GPU or on the stand-in for one, on which a race is a failure of each test.
 
 A test of tests/device, of tests/gpu, or one that asks for the fixture ``device`` says itself what is there. Most others were
-written for the CPU, and are run with updaters and evaluators whose device is the stand-in unless they say which. Where such
-a test hands tensors of its own to a model, or compares them with what it has trained, it mixes devices and is skipped; where
+written for the CPU, and are run with updaters and evaluators whose device is that one unless they say which. Where such a
+test hands tensors of its own to a model, or compares them with what it has trained, it mixes devices and is skipped; where
 the library mixes them, it fails; so does one that asks for the fixture. What else depends on the CPU is listed below.
 """
 
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_in
 import torch
 
 from chainring.training.extensions import Evaluator
 from chainring.training.updaters import StandardUpdater
 
 TESTS = Path(__file__).parents[1]
+IS_STAND_IN = "CHAINRING_STAND_IN" in os.environ
 LEFT_OUT = {
     "a weight that a device has computed is not read, as a warning says": (
         "test_a_micro_batch_of_weight_0_whose_loss_is_nan_adds_nothing",
@@ -67,19 +68,6 @@ LEFT_OUT = {
         "test_what_cannot_be_repeated_ends_the_run_with_the_numbers_and_the_settings[step]",
         "test_what_would_have_other_bits_is_refused_by_name[a batch that is changed in place]",
     ),
-    "the peak of the stand-in is not known, which is said": (
-        "test_a_compiled_model_is_counted_on_a_copy_without_data",
-        "test_a_gradient_of_a_gradient_counts",
-        "test_a_model_that_runs_without_gradients_counts_its_forward",
-        "test_an_update_core_of_your_own_counts_what_it_computes",
-        "test_counting_changes_no_bit",
-        "test_micro_batches_and_virtual_ranks_add_up",
-        "test_operations_follow_the_examples_of_batches_that_differ",
-        "test_the_operations_of_a_model_are_those_that_a_hand_counts",
-        "test_what_an_audit_computes_again_does_not_count",
-        "test_what_gradient_checkpointing_computes_again_does_not_count",
-        "test_without_a_known_peak_there_is_no_part_of_it",
-    ),
     "on a device it goes by events, and by the order of computations there": (
         "test_a_kernel_that_is_not_deterministic_is_told_from_a_fault",
         "test_goodput_is_the_part_of_the_time_that_went_into_updates",
@@ -97,6 +85,22 @@ LEFT_OUT = {
     "torch's optimizers do not take that on an accelerator": ("test_a_number_in_place_of_a_tensor_is_a_number",),
     "it trains in a forked process": ("test_a_process_in_which_a_run_has_ended_ends",),
     "what it expects is that no accelerator is there": ("test_a_start_says_when_where_and_from_which_iteration",),
+}
+"""Tests that depend on the CPU, by what of it."""
+LEFT_OUT_ON_STAND_IN = {
+    "the peak of the stand-in is not known, which is said": (
+        "test_a_compiled_model_is_counted_on_a_copy_without_data",
+        "test_a_gradient_of_a_gradient_counts",
+        "test_a_model_that_runs_without_gradients_counts_its_forward",
+        "test_an_update_core_of_your_own_counts_what_it_computes",
+        "test_counting_changes_no_bit",
+        "test_micro_batches_and_virtual_ranks_add_up",
+        "test_operations_follow_the_examples_of_batches_that_differ",
+        "test_the_operations_of_a_model_are_those_that_a_hand_counts",
+        "test_what_an_audit_computes_again_does_not_count",
+        "test_what_gradient_checkpointing_computes_again_does_not_count",
+        "test_without_a_known_peak_there_is_no_part_of_it",
+    ),
     "the stand-in has no sparse tensors": (
         "test_every_optimizer_goes_on_from_the_disk_bit_for_bit[SparseAdam",
         "test_every_optimizer_of_torch_goes_on_bit_for_bit[SparseAdam]",
@@ -111,7 +115,7 @@ LEFT_OUT = {
         "test_the_callback_of_a_batch_gets_the_converted_batch[settings3]",
     ),
 }
-"""Tests that depend on the CPU, by what of it."""
+"""Tests of what the stand-in does not have."""
 MIXED = ("Expected all tensors to be on the same device", "can't convert cuda:0 device type tensor to numpy")
 
 
@@ -119,11 +123,11 @@ def is_for_devices(path: Path) -> bool:
     return path.parts[len(TESTS.parts)] in ("device", "gpu")
 
 
-def patch(patched: pytest.MonkeyPatch) -> None:
+def patch(patched: pytest.MonkeyPatch, name: str) -> None:
     for kind in (StandardUpdater, Evaluator):
 
         def init(self: Any, *given: Any, _init: Any = kind.__init__, device: Any = None, **named: Any) -> None:
-            _init(self, *given, device=stand_in.NAME if device is None else device, **named)
+            _init(self, *given, device=name if device is None else device, **named)
 
         patched.setattr(kind, "__init__", functools.wraps(kind.__init__)(init))
     close, equal = torch.testing.assert_close, torch.equal
@@ -137,8 +141,9 @@ def patch(patched: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
+    left_out = LEFT_OUT | (LEFT_OUT_ON_STAND_IN if IS_STAND_IN else {})
     for item in items:
-        for reason, names in LEFT_OUT.items():
+        for reason, names in left_out.items():
             if item.name.startswith(names) and not is_for_devices(item.path):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -147,12 +152,17 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         if not is_for_devices(request.path):
-            patch(patched)
+            patch(patched, request.config.getoption("device"))
         yield
 
 
 @pytest.fixture(autouse=True)
 def _no_races() -> Iterator[None]:
+    if not IS_STAND_IN:
+        yield
+        return
+    import stand_in
+
     stand_in.native.take_races()
     yield
     races = stand_in.native.take_races()

@@ -59,7 +59,8 @@ class Reported:
 
 
 class _Current(threading.local):
-    reporter: Reporter | None = None
+    def __init__(self) -> None:  # a default of the class would be what a model compiled by PyTorch 2.11 takes it for
+        self.reporter: Reporter | None = None
 
 
 current = _Current()
