@@ -57,7 +57,7 @@ VALUES = [
     OrderedDict([("b", 1), ("a", (1,))]), OrderedDict(), Counter({80: 1, 120: 2}), Counter(), Counter("aab"),
     deque(), deque([1, (2,)], 3), [deque([deque(maxlen=0)])], torch.float32, {"dtype": [torch.bfloat16, torch.complex64]},
     {1, "a"}, frozenset({1, (2,)}), {frozenset({1}): 1}, [OrderedDict([(1, Counter())])],
-    np.str_("a\0"), np.bytes_(b"b\0"), np.str_(""), np.bool_(True), np.float64("nan"), np.datetime64("NaT"),
+    np.str_("a\0"), np.bytes_(b"b\0"), np.str_(""), np.bool_(True), np.float64("nan"), np.datetime64("NaT", "s"),
     np.datetime64("2026-01-02T03:04:05", "25s"), np.timedelta64(5, "ns"), np.longdouble("0.1"), np.clongdouble(1j),
 ]  # fmt: skip
 NUMBERS = [

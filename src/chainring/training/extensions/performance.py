@@ -417,7 +417,7 @@ class Profiler(PhaseWatch):
         if self._trace is not None:
             first, last = self._trace
             if self._recorder is None and first <= iteration <= last and self._out is not None:
-                self._recorder = torch.profiler.profile()
+                self._recorder = torch.profiler.profile(acc_events=True)  # else PyTorch 2.11 warns at the end of each trace
                 self._recorder.start()
             elif iteration > last:
                 self._end_trace()
