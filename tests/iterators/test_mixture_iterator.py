@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from chainring.converters import concat_examples
-from chainring.datasets import TransformDataset, TupleDataset
+from chainring.datasets import SubDataset, TransformDataset, TupleDataset
 from chainring.iterators import MixtureIterator, SerialIterator
 from chainring.training import StandardUpdater, Trainer, extensions
 
@@ -180,6 +181,18 @@ def test_a_copy_goes_on_as_the_iterator_itself():
         assert copied is None or concat_examples(next(copied)).tolist() == values.tolist()
 
 
+def test_weights_that_change_in_each_batch_take_no_longer_the_more_digits_they_have():
+    """The sequence of sources is computed for the examples of the batch alone, and not until it repeats."""
+
+    def ramp(count):
+        return {"s0": 0.5 + count / 1e6, "s1": 0.5 - count / 1e6}
+
+    iterator = MixtureIterator(sources([50, 50]), 32, weights=ramp, seed=0)
+    began = time.process_time()
+    taken(iterator, 300)
+    assert time.process_time() - began < 1  # of which 0.1 are needed
+
+
 def test_other_weights_at_a_resume_are_announced_and_counted_from_there(capsys):
     """One line has both; those of a function that gives the same are none."""
     iterator = MixtureIterator(sources([50, 50]), 10, weights={"s0": 1, "s1": 1}, seed=0)
@@ -238,14 +251,64 @@ def test_the_shares_of_a_batch_are_reported_by_an_updater(tmp_path, virtual_rank
     assert trainer.get_extension("LogReport").log[-1]["mixture/s0"] == pytest.approx(0.6)
 
 
-def test_arrays_of_equal_columns_are_gathered_and_others_come_one_by_one():
-    """With the same examples."""
-    arrays = {name: TupleDataset(values, values * 0.5) for name, values in sources([8, 8]).items()}
-    lists = {name: [*zip(values.tolist(), (values * 0.5).tolist(), strict=True)] for name, values in sources([8, 8]).items()}
-    batches = [next(MixtureIterator(data, 8, weights={"s0": 1, "s1": 2}, seed=0)) for data in (arrays, lists)]
-    (x, half), (y, other) = map(concat_examples, batches)
-    assert (x.tolist(), half.tolist()) == (y.tolist(), other.tolist())
-    assert batches[0].columns is not None
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize(
+    "gathered",
+    [
+        lambda x, y: TupleDataset(x, y),
+        lambda x, y: TensorDataset(torch.from_numpy(x), torch.from_numpy(y)),
+        lambda x, y: TransformedTuple(x, y),
+        lambda x, y: SubDataset(TupleDataset(x, y), 0, len(x)),
+    ],
+    ids=["arrays", "tensors", "a subclass with another example", "a part"],
+)
+def test_arrays_of_equal_columns_are_gathered_and_others_come_one_by_one(gathered, count):
+    """With the same examples, also across the ends of passes and of what is computed at once, and of all that there is."""
+    sizes = [17, 900, 1, 64, 5, 2000, 30][:count]
+    columns = {name: (values, np.stack([values, values * 0.5], 1)) for name, values in sources(sizes).items()}
+    kinds = (
+        {name: gathered(*of_source) for name, of_source in columns.items()},
+        {name: [*zip(*map(list, of_source), strict=True)] for name, of_source in columns.items()},
+    )
+    weights = {name: 1 + number % 3 for number, name in enumerate(columns)}
+    for settings in ({}, {"repeat": False, "drop_finished": True}):
+        by_kind = [MixtureIterator(data, 48, weights=weights, seed=0, **settings) for data in kinds]
+        for _, batch, other in zip(range(250), *by_kind, strict=False):
+            (x, half), (y, other_half) = concat_examples(batch), concat_examples(other)
+            assert torch.equal(torch.as_tensor(x), y)
+            assert torch.equal(torch.as_tensor(half), other_half)
+            assert (batch.columns is None) == (gathered(*columns["s0"]).__class__ is TransformedTuple)
+        assert settings == {} or [*by_kind[0], *by_kind[1]] == []
+
+
+class TransformedTuple(TupleDataset):
+    def get_example(self, i):
+        return tuple(column[i] for column in self.datasets)
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 5])
+def test_each_rank_gathers_its_rows_of_a_batch(virtual_ranks):
+    """Of arrays, while the shares of the ranks change."""
+    whole = MixtureIterator(sources([90, 40]), 10, weights={"s0": 2, "s1": 1}, seed=0)
+    parts = [MixtureIterator(sources([90, 40]), 10, weights={"s0": 2, "s1": 1}, seed=0) for _ in range(3)]
+    for number in range(90):
+        batch, size = concat_examples(next(whole)), 3 - number // 30
+        for rank, iterator in enumerate(parts[:size]):
+            if number % 30 == 0:
+                if virtual_ranks is not None:
+                    iterator.use_virtual_ranks(virtual_ranks)
+                iterator.share(rank, size)
+            rows = iterator.rows_of_share(10) if size > 1 else slice(None)
+            assert concat_examples(next(iterator)).tolist() == batch[rows].tolist()
+
+
+def test_arrays_are_read_when_their_batch_is_due():
+    """What is written into them before is in it."""
+    data = {"a": np.zeros((50, 2)), "b": np.zeros((50, 2))}
+    iterator = MixtureIterator(data, 10, weights={"a": 1, "b": 1}, seed=0)
+    next(iterator)
+    data["a"][:] = data["b"][:] = 1
+    assert concat_examples(next(iterator)).min() == 1
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from chainring._checks import is_integer
 from chainring._random import Indices, epoch_order, stable_hash
-from chainring.datasets._batches import COLUMNS, select_rows
-from chainring.datasets._columns import Gather, make_gather, make_tuple_gather
+from chainring.datasets._columns import Gather, join_columns, make_equal_gathers, make_gather, make_tuple_gather
 from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, size_of
 
 
@@ -114,31 +112,17 @@ class ConcatenatedDataset(DatasetMixin):
         """Return a function from indices to columns, if all datasets hold whole arrays of the same shapes and dtypes."""
         if not indexes_like(self, ConcatenatedDataset):
             return None
-        gathers = [gather for dataset in self.datasets if (gather := make_gather(dataset)) is not None]
-        signatures = [signature_of(gather(np.empty(0, np.int64))) for gather in gathers]
-        # Other examples are collated one by one, which promotes dtypes and names the shapes that differ.
-        if len(gathers) < len(self.datasets) or any(item is None or item != signatures[0] for item in signatures):
+        if (gathers := make_equal_gathers(self.datasets)) is None:
             return None
         ends, starts = self._ends, np.concatenate([[0], self._ends[:-1]])
-
-        def join(*arrays: Any) -> Any:
-            return torch.cat(arrays) if isinstance(arrays[0], torch.Tensor) else np.concatenate(arrays)
 
         def gather_columns(indices: Indices) -> Any:
             owners = ends.searchsorted(indices, "right")
             order = np.argsort(owners, kind="stable")
             chunks = [gathers[k](indices[owners == k] - starts[k]) for k in np.unique(owners).tolist() or [0]]
-            return select_rows(tree_map(join, *chunks), np.argsort(order), layout=COLUMNS)
+            return join_columns(chunks, np.argsort(order))
 
         return gather_columns
-
-
-def signature_of(columns: Any) -> Any:
-    """Return what must be equal for columns to be joined; ``None`` if they hold anything but arrays."""
-    leaves, structure = tree_flatten(columns)
-    if not leaves or not all(isinstance(leaf, (np.ndarray, torch.Tensor)) for leaf in leaves):
-        return None
-    return structure, [(type(leaf), leaf.dtype, leaf.shape[1:], getattr(leaf, "device", None)) for leaf in leaves]
 
 
 class TransformDataset(DatasetMixin):

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
 
 from chainring._random import Indices, preserve_host_rng, stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
-from chainring.datasets._columns import Gather, make_gather
-from chainring.datasets.base import Dataset, require_datasets
-from chainring.datasets.combined import signature_of
+from chainring.datasets._columns import Gather, is_array, join_columns, make_equal_gathers
+from chainring.datasets.base import Dataset, indexes_like, require_datasets
+from chainring.datasets.combined import TupleDataset
 from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import counters_of, not_the_end
 from chainring.iterators.multiprocess import MultiprocessIterator
@@ -55,9 +54,10 @@ class Shares:
 
     def sources(self, counts: Sequence[int], length: int) -> Indices:
         """Return the numbers of the sources of the next examples, after each has given so many."""
-        if self.period > _LONGEST_PERIOD:
+        if self.period > (_LONGEST_PERIOD if length >= _BLOCK else length):  # fewer are wanted of weights that change
             return np.fromiter(self._generate(counts), np.int64, length)
-        return np.resize(np.roll(self._pattern, -(sum(counts) % self.period)), length)
+        first = sum(counts) % self.period
+        return np.tile(self._pattern, -(-(first + length) // self.period))[first : first + length]
 
     @cached_property
     def _pattern(self) -> Indices:
@@ -87,6 +87,38 @@ class Shares:
             given[source] += 1
             release(source)
             yield source
+
+
+Parts = tuple[list[tuple[int, Indices, slice]], Indices]
+"""A batch by sources: the number of each, the indices in it and their places; and the place of each example of the batch."""
+
+
+class Plan:
+    """How batches of examples are gathered from their sources."""
+
+    def __init__(self, sources: Sources, numbers: Indices, step: int) -> None:
+        self._step = step
+        ends = np.append(np.arange(0, len(numbers), step), len(numbers))
+        owners, before = numbers % len(sources.inner), np.zeros(len(ends) - 1, np.int64)
+        self._order = np.empty(len(numbers), np.int64)
+        self._of_sources: list[tuple[int, Indices, list[int]]] = []  # with how many examples come before each batch
+        for source in range(len(sources.inner)):
+            if not len(rows := np.flatnonzero(owners == source)):
+                continue
+            cuts = rows.searchsorted(ends)
+            counts = cuts[1:] - cuts[:-1]
+            self._order[rows] = np.arange(len(rows)) + (before - cuts[:-1]).repeat(counts)
+            self._of_sources.append((source, sources.indices_of(source, numbers[rows]), cuts.tolist()))
+            before += counts
+
+    def parts(self, batch: int) -> Parts:
+        # Slices are made here and not before, since thousands of objects that stay would cost as many collections.
+        parts, place = [], 0
+        for source, indices, cuts in self._of_sources:
+            first, last = cuts[batch], cuts[batch + 1]
+            if first < last:
+                parts.append((source, indices[first:last], slice(place, place := place + last - first)))
+        return parts, self._order[batch * self._step : (batch + 1) * self._step]
 
 
 class Sources:
@@ -172,24 +204,37 @@ class Sources:
         return located
 
     def column_gather(self) -> Gather | None:
-        """Return a function from numbers to columns, if all datasets hold whole arrays of the same shapes and dtypes."""
-        gathers = [gather for dataset in self.inner if (gather := make_gather(dataset)) is not None]
-        signatures = [signature_of(gather(np.empty(0, np.int64))) for gather in gathers]
-        has_epochs = any(epochs.members for epochs in self._epochs)
-        if len(gathers) < len(self.inner) or has_epochs or any(item is None or item != signatures[0] for item in signatures):
+        """Return a function from parts to columns, if all datasets hold whole arrays of the same shapes and dtypes."""
+        gathers = make_equal_gathers(self.inner)
+        if gathers is None or any(epochs.members for epochs in self._epochs):
             return None
+        arrays = list(map(_arrays_of, self.inner))
+        if not all(arrays):
+            return lambda parts: join_columns([gathers[source](indices) for source, indices, _ in parts[0]], parts[1])
+        takes = [[array.take for array in of_source] for of_source in arrays]
+        buffers = [np.empty_like(array, shape=(0, *array.shape[1:]), subok=False) for array in arrays[0]]
+        is_tuple = not is_array(self.inner[0])
 
-        def gather_columns(numbers: Indices) -> Any:
-            # hot path: "a mixture of arrays" in benchmarks/data.py
-            owners = numbers % len(gathers)
-            rows, columns = [], []
-            for source, gather in enumerate(gathers):
-                if len(here := np.flatnonzero(owners == source)):
-                    rows.append(here)
-                    columns.append(gather(self.indices_of(source, numbers[here])))
-            return columns[0] if len(columns) == 1 else _put_together(rows, columns, len(numbers))
+        def gather_arrays(parts: Parts) -> Any:
+            # hot path: "a mixture of arrays" in benchmarks/data.py. The rows of each source are taken to where they are
+            # put in order from, which is in the cache: nothing of the size of a batch is made but the batch.
+            of_sources, order = parts
+            columns = []
+            for number, buffer in enumerate(buffers):
+                if len(buffer) < len(order):
+                    buffer = buffers[number] = np.empty((len(order), *buffer.shape[1:]), buffer.dtype)
+                for source, indices, rows in of_sources:
+                    takes[source][number](indices, 0, buffer[rows], "clip")  # in other modes it goes through a copy
+                columns.append(buffer.take(order, 0))
+            return tuple(columns) if is_tuple else columns[0]
 
-        return gather_columns
+        return gather_arrays
+
+
+def _arrays_of(dataset: Any) -> list[Any]:
+    """Return the arrays that a dataset consists of, if they are in order and nothing else."""
+    arrays = dataset.datasets if isinstance(dataset, TupleDataset) and indexes_like(dataset, TupleDataset) else [dataset]
+    return list(arrays) if all(map(is_array, arrays)) else []
 
 
 def _number_of(weight: Any) -> Fraction | None:
@@ -200,24 +245,6 @@ def _number_of(weight: Any) -> Fraction | None:
     return Fraction(str(weight)) if is_weight else None
 
 
-def _put_together(rows: Sequence[Indices], columns: Sequence[Any], length: int) -> Any:
-    """Return columns of which each source has given some rows."""
-    first = columns[0]
-    if isinstance(first, torch.Tensor):
-        tensor = first.new_empty((length, *first.shape[1:]))
-        for here, column in zip(rows, columns, strict=True):
-            tensor.index_copy_(0, torch.from_numpy(here).to(tensor.device), column)
-        return tensor
-    if isinstance(first, np.ndarray):
-        array = np.empty((length, *first.shape[1:]), first.dtype)
-        for here, column in zip(rows, columns, strict=True):
-            array[here] = column
-        return array
-    if type(first) is tuple:
-        return tuple([_put_together(rows, parts, length) for parts in zip(*columns, strict=True)])
-    return tree_map(lambda *parts: _put_together(rows, parts, length), *columns)
-
-
 @dataclass(frozen=True)
 class Anchor:
     """A position in the stream, and all that decides how it goes on."""
@@ -226,6 +253,17 @@ class Anchor:
     given: tuple[int, ...]  # how many examples each source has given before
     changed_at: tuple[int, ...]  # how many it had given at the last change of the weights
     weights: tuple[Fraction, ...]  # those of what has ended are 0; all are when the stream has
+
+
+@dataclass(eq=False)
+class Block:
+    """The examples after an anchor that are computed at once."""
+
+    anchor: Anchor
+    numbers: Indices  # by which `Sources` knows them
+    following: Anchor
+    plan: Plan | None = None  # of its batches or of shares of them, once one is gathered
+    dealt: tuple[Any, ...] = ()  # what decides on these shares
 
 
 Place = tuple[Anchor, int]
@@ -296,7 +334,7 @@ class MixtureIterator(MultiprocessIterator):
         self.n_processes, self.sources, self.drop_finished = workers, sources, bool(drop_finished)
         self._function = weights if callable(weights) else None
         self._given = None if callable(weights) else sources.ratios(weights, self.repeat)
-        self._blocks: list[tuple[Anchor, Indices, Anchor]] = []  # the last two: examples after an anchor, and the next
+        self._blocks: list[Block] = []  # the newest, and the one before
         self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
         self._at: Place = self._begin(), 0
         self._changes: dict[int, Place] = {}  # by position, where the weights were changed in this process
@@ -363,7 +401,9 @@ class MixtureIterator(MultiprocessIterator):
             if self._gather is None:
                 batch = self._fetch_examples(share)
             else:
-                batch = Batch(columns=self._gather(share[0][1]), length=len(share[0][1]), layout=COLUMNS)
+                rows = share[0][1]
+                parts = Plan(self.sources, rows, 1).parts(0) if is_empty else self._parts_of(segments[0][1], rows)
+                batch = Batch(columns=self._gather(parts), length=len(rows), layout=COLUMNS)
         except StopIteration as error:
             raise not_the_end(f"a dataset of iterator {self.name!r}") from error
         if is_empty:
@@ -371,6 +411,18 @@ class MixtureIterator(MultiprocessIterator):
         self._go_to(at)
         self._numbers = segments[0][1]
         return batch
+
+    def _parts_of(self, batch: Indices, share: Indices) -> Parts:
+        """Return how the share of the next batch is gathered."""
+        (anchor, offset), size, dealt = self._at, self.batch_size, (self.rank, self.size, self.deal)
+        for block in self._blocks if self.audits is None else ():
+            if block.anchor is anchor and not offset % size and len(batch) == size <= len(block.numbers) - offset:
+                if block.plan is None or block.dealt != dealt:
+                    batches = block.numbers[: len(block.numbers) // size * size].reshape(-1, size)
+                    shares = batches if self.size == 1 else batches[:, self.rows_of_share(size)]
+                    block.plan, block.dealt = Plan(self.sources, shares.reshape(-1), shares.shape[1]), dealt
+                return block.plan.parts(offset // size)
+        return Plan(self.sources, share, len(share)).parts(0)  # of a batch across the end of a block, say
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
         return (MultiprocessIterator if self.n_processes else SerialIterator)._fetch_examples(self, segments)  # type: ignore
@@ -389,26 +441,27 @@ class MixtureIterator(MultiprocessIterator):
         anchor, offset = at
         if self._function is not None:
             anchor, offset = self._anchor(at), 0
-            weights = self.sources.ratios(self._ask(anchor.position), self.repeat, anchor.given, self._start)
+            weights = self.sources.ratios(_ask(self._function, anchor.position), self.repeat, anchor.given, self._start)
             anchor = _changed(anchor, weights)
         pieces, missing = [], self.batch_size if length is None else length
         while missing and any(anchor.weights):
-            numbers, following = self._block_after(anchor, offset)
-            pieces.append(numbers[offset : offset + missing])
+            block = self._block_after(anchor, offset)
+            pieces.append(block.numbers[offset : offset + missing])
             missing -= len(pieces[-1])
             offset += len(pieces[-1])
-            if offset == len(numbers):
-                anchor, offset = following, 0
+            if offset == len(block.numbers):
+                anchor, offset = block.following, 0
         numbers = np.concatenate(pieces) if len(pieces) > 1 else pieces[0] if pieces else np.empty(0, np.int64)
         return ([((self.seed, 0), numbers)] if len(numbers) else []), (anchor, offset)
 
-    def _block_after(self, anchor: Anchor, offset: int) -> tuple[Indices, Anchor]:
-        """Return more than ``offset`` examples after an anchor, as numbers of `Sources`, and the anchor after them."""
-        for known, numbers, following in self._blocks:
-            if (known is anchor or known == anchor) and offset < len(numbers):
-                return numbers, following
+    def _block_after(self, anchor: Anchor, offset: int) -> Block:
+        """Return a block of more than ``offset`` examples after an anchor."""
+        for block in self._blocks:
+            if (block.anchor is anchor or block.anchor == anchor) and offset < len(block.numbers):
+                return block
         is_first = not self._blocks and offset < _FIRST_BLOCK  # a copy has no blocks, and may stand far in a long one
-        longest = self.batch_size if self._function is not None else _FIRST_BLOCK if is_first else _BLOCK
+        least = 1 if self._function is not None else _FIRST_BLOCK if is_first else _BLOCK
+        longest = -(-least // self.batch_size) * self.batch_size
         since = [count - before for count, before in zip(anchor.given, anchor.changed_at, strict=True)]
         owners, count = Shares.of(anchor.weights).sources(since, longest), len(since)
         rows_of = [np.flatnonzero(owners == source) for source in range(count)]
@@ -430,12 +483,13 @@ class MixtureIterator(MultiprocessIterator):
                 for has_ended, weight in zip(ended, weights, strict=True)
             )
             following = _changed(following, weights)
-        self._blocks = [*self._blocks[-1:], (anchor, numbers[:length], following)]
-        return numbers[:length], following
+        block = Block(anchor, numbers[:length], following)
+        self._blocks = [block, *self._blocks[:1]]
+        return block
 
     def _begin(self) -> Anchor:
         """Return where the stream begins."""
-        weights = self.sources.ratios(self._ask(0), self.repeat) if self._given is None else self._given
+        weights = self.sources.ratios(_ask(self._function, 0), self.repeat) if self._given is None else self._given
         return Anchor(0, self._start, self._start, weights)
 
     def _anchor(self, at: Place | None = None) -> Anchor:
@@ -444,14 +498,9 @@ class MixtureIterator(MultiprocessIterator):
         if not offset:
             return anchor
         count = len(anchor.given)
-        more = np.bincount(self._block_after(anchor, offset)[0][:offset] % count, minlength=count).tolist()
+        more = np.bincount(self._block_after(anchor, offset).numbers[:offset] % count, minlength=count).tolist()
         given = tuple(before + n for before, n in zip(anchor.given, more, strict=True))
         return replace(anchor, position=anchor.position + offset, given=given)
-
-    def _ask(self, position: int) -> Weights:
-        assert self._function is not None
-        with preserve_host_rng():
-            return self._function(position)
 
     def _go_to(self, at: Place) -> None:
         position, size = at[0].position + at[1], max(len(self.sources), 1)
@@ -540,3 +589,9 @@ class MixtureIterator(MultiprocessIterator):
 def _changed(anchor: Anchor, weights: tuple[Fraction, ...]) -> Anchor:
     """Return an anchor at the same position from which other weights hold, and shares are counted anew."""
     return anchor if weights == anchor.weights else replace(anchor, changed_at=anchor.given, weights=weights)
+
+
+def _ask(function: Any, position: int) -> Weights:
+    with preserve_host_rng():
+        weights: Weights = function(position)
+        return weights
