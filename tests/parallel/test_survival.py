@@ -338,6 +338,29 @@ def test_ranks_without_virtual_ones_go_on_to_rounding(tmp_path, kind, at):
         assert row == {key: pytest.approx(value, rel=1e-4) for key, value in known.items()}
 
 
+def time_ranks(comm, out):
+    iterator = iterators.SerialIterator(EXAMPLES, 8)
+    model = Classifier(nn.Linear(4, 3))
+    updater = training.StandardUpdater(iterator, torch.optim.Adam(model.parameters()), model, comm=comm, virtual_ranks=2)
+    trainer = training.Trainer(updater, (6, "iteration"), out)
+    trainer.extend(extensions.RankTimes((3, "iteration")))
+    trainer.extend(extensions.LogReport(trigger=(3, "iteration")))
+
+    def die(trainer):
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.extend(die, trigger=(4, "iteration"))
+    trainer.run()
+
+
+def test_the_only_rank_that_is_left_waits_for_nobody(tmp_path):
+    """What `RankTimes` reports of it, though it goes on to exchange with itself."""
+    assert end_of(2, time_ranks, str(tmp_path)) == [0, -signal.SIGKILL]
+    of_both, of_last = (row["rank_times/waiting"] for row in rows_of(tmp_path))
+    assert (of_both > 0, of_last) == (True, 0)
+
+
 class Fatal(training.Extension):
     """Kills its process where it is told to, in the start or at the end of a run."""
 

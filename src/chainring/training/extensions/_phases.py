@@ -58,7 +58,8 @@ class PhaseWatch(Extension, Observer):
         self._is_on_host = accelerator_of(trainer) is None
         self._undo.callback(trainer.watch(self))
         if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
-            for stage, phase in _STAGES.items():  # before the others when a stage finishes, after them when one starts
+            stages = _STAGES if trainer.comm.world.size > 1 else {**_STAGES, "comm_on_finish": "update"}  # alone, none waits
+            for stage, phase in stages.items():  # before the others when a stage finishes, after them when one starts
                 mark = functools.partial(self._mark_stage, stage, phase)
                 updater.callbacks.add(stage, mark, first=stage.endswith("finish"))
                 self._undo.callback(updater.callbacks.remove, stage, mark)

@@ -88,7 +88,7 @@ class RankTimes(PhaseWatch):
         self._notes.clear()
         self.seconds, self.iterations = dict.fromkeys(PHASES, 0.0), 0
         world: Any = trainer.comm.world
-        if hasattr(world, "watchers"):  # otherwise it is alone, or one of the user's
+        if world.size > 1 and hasattr(world, "watchers"):  # otherwise it is alone, or one of the user's
             world.watchers += (self._wait,)
             self._undo.callback(lambda: setattr(world, "watchers", tuple(f for f in world.watchers if f != self._wait)))
             for name, model in trainer.updater.get_all_models().items():
