@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from chainring._runs.comparison import first_recorded_difference
 from chainring.cli import main
 from chainring.converters import concat_examples
 from chainring.iterators import SerialIterator
-from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, extensions
+from chainring.training import CorruptionError, StandardUpdater, Trainer, UpdateCallbacks, extensions
 from chainring.training._ledger import Ledger
 
 ITERATION = 4
@@ -63,7 +64,7 @@ def test_what_was_found_is_in_the_recorder_and_is_no_difference(tmp_path, capsys
     assert mark in capsys.readouterr().out
     html_report.write(tmp_path / "wrong")
     page = (tmp_path / "wrong" / "report.html").read_text()
-    assert page.count("An audit has found that a device computed wrong: iteration 5, virtual rank 4") == 1
+    assert page.count("An audit has found computations that differ: iteration 5, virtual rank 4") == 1
 
 
 def test_inspect_shows_what_audits_have_found(tmp_path, capsys):
@@ -116,6 +117,16 @@ def test_a_kernel_that_is_not_deterministic_is_told_from_a_fault(tmp_path):
     said = ["torch.use_deterministic_algorithms" in str(item.message) for item in caught]
     assert said == sorted(said)
     assert (said[0], said[-1]) == (False, True)
+
+
+def test_a_generator_of_the_script_is_named_among_the_causes(tmp_path):
+    """Of a model that draws from one that is no attribute, which nobody looks at or seeds for each virtual rank."""
+    model = Unsteady(lambda calls: np.random.default_rng().random())
+    updater = StandardUpdater(
+        iterator_of("serial", 64), torch.optim.SGD(model.parameters(), 0.1), model, virtual_ranks=8, audit=1
+    )
+    with pytest.raises(CorruptionError, match=r"draws from numpy\.random\.default_rng"):
+        Trainer(updater, (5, "iteration"), out=str(tmp_path)).run()
 
 
 class Counting(nn.Module):

@@ -39,7 +39,8 @@ _LATER = "What it has computed since its last snapshot may be wrong as well, whe
 _NOT_REPEATED = (
     "a device computes wrong each time in another way, or a sound one runs a kernel that is not deterministic, which "
     "torch.use_deterministic_algorithms(True) names, or the loss depends on more than parameters, buffers, rows and the "
-    "global generators, or an iterator around another does not write inner.audits = self.audits before next(inner)"
+    "global generators, as where it draws from numpy.random.default_rng() instead of numpy.random.rand or torch.rand, or "
+    "an iterator around another does not write inner.audits = self.audits before next(inner)"
 )
 
 
