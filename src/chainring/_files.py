@@ -471,6 +471,15 @@ class DirectoryLock:
         self._descriptor: int | None = descriptor
         DirectoryLock._descriptors.add(descriptor)
 
+    @staticmethod
+    def is_held(directory: str | os.PathLike[str]) -> bool:
+        """Return whether a run writes into a directory."""
+        import filelock
+
+        with suppress(FileNotFoundError), open(open_regular(Path(directory, ".lock"), os.O_RDWR), "rb") as file:
+            return not filelock.lock_descriptor(file.fileno(), blocking=False)
+        return False
+
     def release(self) -> None:
         """Release the lock. Calling it again does nothing."""
         descriptor, self._descriptor = self._descriptor, None

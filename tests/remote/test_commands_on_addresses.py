@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commanded import Commands, bits, build
+from commanded import Commands, bits, build, commanded_at_its_end
 
 import chainring
 from chainring._places.bucket import Bucket
@@ -19,13 +19,15 @@ def place(request, tmp_path):
 def test_a_run_at_an_address_is_commanded_there(place, capsys):
     """The record is there before anything changes; a run that is resumed on another machine goes on with it."""
     commands = Commands(place, "lr=0.05", "call=count")
-    trainer = build(place, commands.ends, commands)
+    trainer = build(place, commanded_at_its_end(place, commands.ends, "lr=0.01"), commands)
     trainer.run()
     assert (bits(trainer)[2], bits(trainer)[-1]) == ([0.05], 1)
     entries = json.loads(Bucket(place).get("run.json").content)["commands"]
     assert [entry["command"] for entry in entries] == ["lr=0.05", "call=count"]
     capsys.readouterr()
-    assert main(["control", place, "lr=0.01"]) == 0
+    assert main(["control", place, "stop"]) == 2
+    assert "has ended, and a command is for one that trains: start it again" in capsys.readouterr().err
+    assert main(["control", place]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"lr=0.05 (was 0.1) after iteration {entries[0]['iteration']}"
     assert lines[-1] == "lr=0.01 waits"

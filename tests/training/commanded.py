@@ -89,6 +89,18 @@ class Commands:
         return iteration >= MOST or (self.done_at is not None and iteration >= self.done_at + self.rest + 50)
 
 
+def commanded_at_its_end(out, ends, *commands):
+    """A stop trigger that gives commands to a run when another one ends it, so that it does not read them any more."""
+
+    def fires(trainer):
+        if not ends(trainer):
+            return False
+        chainring.control(str(out), *commands)
+        return True
+
+    return fires
+
+
 def bits(trainer):
     """What a command may change, to the last bit."""
     updater = trainer.updater

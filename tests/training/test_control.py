@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from commanded import Commands, bits, build, recorded
+from commanded import Commands, bits, build, commanded_at_its_end, recorded
 
 import chainring
 from chainring.cli import main
@@ -151,24 +151,34 @@ def test_a_wrong_command_is_refused_where_it_is_given(commanded, tmp_path, capsy
         chainring.control(str(tmp_path / "nothing"), "stop")
 
 
-def test_the_command_line_shows_what_was_done_and_what_waits(commanded, tmp_path, capsys):
+def test_the_command_line_shows_what_was_done_and_what_waits(tmp_path, capsys):
     """What a run did not read before it ended waits for it."""
-    shutil.copytree(commanded[1], tmp_path / "out", symlinks=True)
-    at = recorded(commanded[1])[0]["iteration"]
-    assert main(["control", str(tmp_path / "out"), "lr=1e-3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"lr=0.05 (was 0.1) after iteration {at}"
-    assert lines[3] == "lr=1e-3 waits"
-    assert main(["control", "--json", str(tmp_path / "out")]) == 0
+    commands = Commands(tmp_path, "lr=0.05")
+    build(tmp_path, commanded_at_its_end(tmp_path, commands.ends, "lr=1e-3"), commands).run()
+    capsys.readouterr()
+    assert main(["control", str(tmp_path)]) == 0
+    at = recorded(tmp_path)[0]["iteration"]
+    assert capsys.readouterr().out.splitlines() == [f"lr=0.05 (was 0.1) after iteration {at}", "lr=1e-3 waits"]
+    assert main(["control", "--json", str(tmp_path)]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert [entry["command"] for entry in facts["waiting"]] == ["lr=1e-3"]
-    assert len(facts["done"]) == 3
+    assert [[entry["command"] for entry in facts[key]] for key in ("done", "waiting")] == [["lr=0.05"], ["lr=1e-3"]]
+
+
+def test_a_run_that_has_ended_takes_no_command(commanded, capsys):
+    """That is said, with an error; what was done is shown as before."""
+    out = commanded[1]
+    before = (out / "control.jsonl").read_bytes()
+    assert main(["control", str(out), "stop"]) == 2
+    assert "has ended, and a command is for one that trains: start it again" in capsys.readouterr().err
+    with pytest.raises(ProcessLookupError):
+        chainring.control(str(out), "lr=0.01")
+    assert (out / "control.jsonl").read_bytes() == before
+    assert len(chainring.control(str(out)).splitlines()) == 3
 
 
 def test_what_waits_is_carried_out_when_the_run_is_resumed(tmp_path):
     """Once, also if it is started three times."""
-    build(tmp_path, 30).run()
-    chainring.control(str(tmp_path), "lr=0.01")
+    build(tmp_path, commanded_at_its_end(tmp_path, lambda trainer: trainer.updater.iteration == 30, "lr=0.01")).run()
     for _ in range(2):
         commands = Commands(tmp_path, "lr=0.01", after=-1)
         trainer = build(tmp_path, commands.ends)
@@ -212,13 +222,11 @@ SPOILT = {
 @pytest.mark.parametrize("reason", SPOILT)
 def test_a_file_that_somebody_else_may_have_written_is_ignored(tmp_path, capsys, reason):
     """With one line, and the run goes on."""
-    for end in (5, 50_000):
-        trainer = build(tmp_path, lambda trainer, end=end: trainer.updater.iteration >= end or reason in told(capsys))
-        trainer.run()
-        if end == 5:
-            chainring.control(str(tmp_path), "lr=0.01")
-            SPOILT[reason](tmp_path / "control.jsonl")
-    assert trainer.updater.iteration < end
+    build(tmp_path, commanded_at_its_end(tmp_path, lambda trainer: trainer.updater.iteration == 5, "lr=0.01")).run()
+    SPOILT[reason](tmp_path / "control.jsonl")
+    trainer = build(tmp_path, lambda trainer: trainer.updater.iteration >= 50_000 or reason in told(capsys))
+    trainer.run()
+    assert trainer.updater.iteration < 50_000
     assert bits(trainer)[2] == [0.1]
     assert recorded(tmp_path) == []
 
@@ -230,8 +238,7 @@ def told(capsys, seen=[]):  # noqa: B006 - what was printed so far
 
 def test_commands_for_an_earlier_run_are_not_those_of_a_new_one(tmp_path):
     """Which begins in the same directory."""
-    build(tmp_path, 5).run()
-    chainring.control(str(tmp_path), "lr=0.01")
+    build(tmp_path, commanded_at_its_end(tmp_path, lambda trainer: trainer.updater.iteration == 5, "lr=0.01")).run()
     trainer = build(tmp_path, 2_000, loads=None)
     trainer.run()
     assert bits(trainer)[2] == [0.1]

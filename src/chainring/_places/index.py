@@ -126,6 +126,12 @@ def read_record(bucket: Bucket) -> Record | None:
     return None if stored is None else Record.parse(stored.content, f"{bucket.url}/{KEY}")
 
 
+def is_held(bucket: Bucket) -> bool:
+    """Return whether a run holds the index under an address."""
+    stored = _read(bucket)
+    return stored is not None and _seconds_left(bucket, Record.parse(stored.content, f"{bucket.url}/{KEY}"), stored) > 0
+
+
 def list_run(bucket: Bucket, record: Record | None) -> list[Entry]:
     """Return the objects of a run; a listing without its index, or without what that lists, is none: see `Bucket.list`."""
     listed = () if record is None else record.snapshots
@@ -201,12 +207,7 @@ class Index:
 
     def _refuse(self, holder: Record, stored: StoredObject) -> None:
         """Raise an error if an index may not be taken."""
-        if not holder.is_held or _has_ended(holder):
-            return
-        self._bucket.put(_CLOCK, secrets.token_bytes(8))
-        age = (self._bucket.head(_CLOCK).modified - stored.modified).total_seconds()
-        left = math.ceil(holder.seconds + _RESOLUTION - age)
-        if left > 0:
+        if (left := _seconds_left(self._bucket, holder, stored)) > 0:
             raise BlockingIOError(
                 f"{self._bucket.url} is being written by another run: {holder.writer}, which has a lease for another "
                 f"{left} s and may renew it. Wait for it to end, or so long if it was killed; or choose another out"
@@ -296,6 +297,15 @@ class Index:
         if self._lost is not None:
             self._loss_was_raised = True
             raise LeaseLostError(self._lost)
+
+
+def _seconds_left(bucket: Bucket, holder: Record, stored: StoredObject) -> int:
+    """Return for how long nobody else may take an index."""
+    if not holder.is_held or _has_ended(holder):
+        return 0
+    bucket.put(_CLOCK, secrets.token_bytes(8))
+    age = (bucket.head(_CLOCK).modified - stored.modified).total_seconds()
+    return math.ceil(holder.seconds + _RESOLUTION - age)
 
 
 def _has_ended(holder: Record) -> bool:

@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from chainring._files import open_regular
+from chainring._files import DirectoryLock, open_regular
 from chainring._messages import printable
 from chainring._places.bucket import MISSING
 from chainring._places.connection import ChangedError
+from chainring._places.index import is_held
 from chainring._runs.finished import FinishedRun
 from chainring.training._control import (
     LARGEST,
@@ -55,6 +56,7 @@ def control(run: str, *commands: str) -> str:
         ValueError: a command is none, or the run has no such optimizer, extension or source. Then none is written.
         FileNotFoundError: there is no run, or it has no ``run.json``.
         PermissionError: the run is another user's.
+        ProcessLookupError: the run has ended, or was killed. What it did so far is told without commands.
     """
     finished = FinishedRun.open(run)
     record = finished.record
@@ -105,16 +107,24 @@ def _refuse(text: str, record: Mapping[str, Any]) -> None:
         choose_mixture(command.value, record.get("mixtures", {}))
 
 
+def _refuse_ended(run: object, is_written: bool) -> None:
+    if not is_written:
+        raise ProcessLookupError(
+            f"the run in {run} has ended, and a command is for one that trains: start it again, and command it then"
+        )
+
+
 def _append(directory: Path, text: bytes) -> None:
     path = directory / CONTROL
+    if hasattr(os, "geteuid") and (owner := os.stat(directory).st_uid) != os.geteuid():
+        raise PermissionError(f"{directory} is that of the user {owner}, who alone can command the run")
+    _refuse_ended(directory, DirectoryLock.is_held(directory))
     if os.path.lexists(path):
         try:
             if len(read_owned(path)) + len(text) > LARGEST:
                 raise ValueError(f"it would have more than {LARGEST:,} bytes")
         except ValueError as error:
             raise ValueError(f"{path}: {error}, so that the run would ignore it; move it away") from error
-    if hasattr(os, "geteuid") and (owner := os.stat(directory).st_uid) != os.geteuid():
-        raise PermissionError(f"{directory} is that of the user {owner}, who alone can command the run")
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with open(descriptor, "ab") as file:
         if hasattr(os, "fchmod"):
@@ -125,6 +135,7 @@ def _append(directory: Path, text: bytes) -> None:
 
 
 def _append_object(files: Any, text: bytes) -> None:
+    _refuse_ended(files.bucket.url, is_held(files.bucket))
     while True:
         stored = None
         with suppress(FileNotFoundError):

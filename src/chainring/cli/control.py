@@ -32,7 +32,7 @@ examples:
 
 exit status:
   0  the commands are written, or shown
-  2  a command is wrong, or there is no run"""
+  2  a command is wrong, the run has ended, or there is none"""
 
 
 def add_to(commands: Any) -> None:
