@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -15,8 +17,15 @@ def is_integer(value: Any) -> TypeGuard[int]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return True for a Python integer or float, or a NumPy one of the same kind, that is not a bool."""
-    return is_integer(value) or isinstance(value, float)
+    """Return True for a real number of Python or NumPy that is not a bool."""
+    return is_integer(value) or isinstance(value, (float, np.floating))
+
+
+def plain(value: T) -> T:
+    """Return a number of NumPy as one of Python, which messages, JSON and snapshots have, and all else as it is."""
+    if not isinstance(value, (np.integer, np.floating)):
+        return value
+    return int(value) if isinstance(value, np.integer) else float(value)  # type: ignore[return-value]
 
 
 def find_call_error(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str | None:

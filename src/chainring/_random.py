@@ -112,8 +112,9 @@ def deterministic(seed: int) -> None:
         chainring.deterministic(0)
         model = Classifier(MLP(50, 10))  # the same parameters in every run
     """
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
         raise ValueError(f"a seed is an integer from 0 to 2**63 - 1, got {seed!r}")
+    seed = int(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

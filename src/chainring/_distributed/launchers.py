@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from chainring._checks import is_number
+from chainring._checks import is_number, plain
 from chainring._distributed.communicator import Communicator, store_of_group
 from chainring._distributed.group import TIMEOUT, connect_timeout, set_timeout
 from chainring._distributed.process_group import MeshCommunicator, ProcessGroupCommunicator
@@ -125,6 +125,7 @@ def create_communicator(
             every rank exactly once, ``timeout`` is not above 0, or ranks could not ``survive`` the loss of another.
     """
     global _groups_joined
+    timeout = plain(timeout)
     if timeout is not None and not is_number(timeout):
         raise TypeError(f"timeout is a number of seconds, or None for {TIMEOUT.total_seconds():g}; got {timeout!r}")
     if timeout is not None and not 0 < timeout < math.inf:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chainring._checks import is_integer
+from chainring._checks import is_integer, plain
 from chainring._random import Indices, epoch_order, stable_hash
 from chainring.datasets._columns import Gather, join_columns, make_equal_gathers, make_gather, make_tuple_gather
 from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, size_of
@@ -182,8 +182,7 @@ class SubDataset(DatasetMixin):
                 raise TypeError(f"positions are integers, got {position!r}; round a fraction of the examples with int(...)")
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
-        self.start = start
-        self.finish = finish
+        self.start, self.finish = plain(start), plain(finish)
         self.order = None if order is None else _check_order(order, size)
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from chainring._checks import is_integer
+from chainring._checks import is_integer, plain
 from chainring._messages import warn
 from chainring._random import digest
 from chainring.iterators._order import Marks, contents, find_difference, marks_of
@@ -101,7 +101,7 @@ class LoaderIterator(Iterator):
             raise ValueError(f"epoch_length counts batches and is at least 1, got {epoch_length!r}")
         self.loader: Any = loader  # first, so that what it does not save is named by this path
         source = source_of(loader)
-        self.epoch_length = epoch_length
+        self.epoch_length = plain(epoch_length)
         self.per_rank = per_rank
         self.repeat = repeat
         self.batch_size = getattr(loader, "batch_size", None) or 1

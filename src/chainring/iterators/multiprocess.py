@@ -9,7 +9,7 @@ import pickle
 import sys
 from typing import Any
 
-from chainring._checks import is_number
+from chainring._checks import is_number, plain
 from chainring._random import stable_hash
 from chainring.converters import Converter, concat_examples
 from chainring.datasets._batches import COLUMNS
@@ -85,7 +85,7 @@ class MultiprocessIterator(IndexedIterator):
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.n_processes = require_integer("n_processes", cpus if n_processes is None else n_processes, 1)
         self.n_prefetch = require_integer("n_prefetch", n_prefetch, 0)
-        self.dataset_timeout = dataset_timeout
+        self.dataset_timeout = plain(dataset_timeout)
         self._converter = converter
         self._start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         self._pool: WorkerPool | None = None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from chainring._checks import is_integer
+from chainring._checks import is_integer, plain
 from chainring._random import stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets.base import Dataset
@@ -113,7 +113,7 @@ class PackingIterator(Iterator):
         if separator is not None and not is_integer(separator):
             raise TypeError(f"a separator is a token, an integer, or None; got {separator!r}")
         self.length, self.batch_size = require_integer("length", length, 1), require_integer("a batch size", batch_size, 1)
-        self.separator, self.split = separator, bool(split)
+        self.separator, self.split = plain(separator), bool(split)
         self.source: IndexedIterator = (
             dataset if isinstance(dataset, IndexedIterator) else SerialIterator(dataset, _CHUNK, repeat, shuffle, seed=seed)
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from chainring._checks import find_call_error, is_number
+from chainring._checks import find_call_error, is_number, plain
 from chainring._hints import CALLED, EXTENSIONS
 from chainring._messages import user_place
 from chainring._progress import Trainer
@@ -96,7 +96,7 @@ class Entry:
         # By type: a trigger around another may pass the attributes of that one on.
         always = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
         self.fires: Callable[[Trainer], bool] | None = None if always else _bound(self.trigger)
-        self.priority: int = first_given(priority, getattr(extension, "priority", None), self.defaults.priority)
+        self.priority: int = plain(first_given(priority, getattr(extension, "priority", None), self.defaults.priority))
         default = getattr(extension, "invoke_before_training", None)
         self.invoke_before_training: bool = first_given(invoke_before_training, default, False)
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from chainring import _random
-from chainring._checks import find_call_error, is_integer
+from chainring._checks import find_call_error, is_integer, plain
 from chainring._distributed.communicator import Communicator, as_communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Deal
@@ -129,7 +129,7 @@ class Evaluator(Extension):
         self.precision = precision
         if limit is not None and not (is_integer(limit) and limit > 0):
             raise ValueError(f"limit is the number of batches of an evaluation, an integer above 0, or None; got {limit!r}")
-        self.progress_bar, self.limit = progress_bar, limit
+        self.progress_bar, self.limit = progress_bar, plain(limit)
         self.virtual_ranks = None if virtual_ranks is None else require_virtual_ranks(virtual_ranks)
         self._comm: Communicator = Communicator()
         self._media: dict[str, Media] = {}  # reported in the last evaluation

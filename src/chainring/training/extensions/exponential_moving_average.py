@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from chainring._checks import find_call_error, is_integer, is_number
+from chainring._checks import find_call_error, is_integer, is_number, plain
 from chainring._distributed.sharding import copy_model, fsdp_modules, is_sharded, reshard, shard_model_like, to_local
 from chainring._naming import name_of_model, unwrap
 from chainring.serializers.protocol import AbstractSerializer, Serializer
@@ -81,8 +80,7 @@ class ExponentialMovingAverage(Extension):
         except (TypeError, ValueError):
             rule = 'start is None, a number of iterations, (n, "iteration") or (n, "epoch"), 0 or above, or a trigger'
             raise ValueError(f"{rule}; got {start!r}") from None
-        self.decay = decay
-        self.start = start
+        self.decay, self.start = plain(decay), plain(start)
         self.average_buffers = average_buffers
         self._source: nn.Module = unwrap(model)
         if lazy := [name for name, parameter in self._source.named_parameters() if is_lazy(parameter)]:
@@ -163,7 +161,7 @@ class ExponentialMovingAverage(Extension):
         decay: Any = self.decay if self._updates else 0.0
         if callable(self.decay):
             decay = self.decay(self._updates)
-            if not (is_number(decay) or isinstance(decay, np.floating)) or not 0 <= decay <= 1:
+            if not is_number(decay) or not 0 <= decay <= 1:
                 raise ValueError(
                     f"decay returns a number from 0 to 1, the share of the average that stays; after {self._updates} "
                     f"updates it has returned {decay!r}"

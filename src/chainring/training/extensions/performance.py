@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chainring._checks import is_number
+from chainring._checks import is_number, plain
 from chainring._files import atomic_write, replace_file
 from chainring._messages import info
 from chainring.reporting.reporter import report
@@ -113,7 +113,7 @@ class Throughput(_Measurement):
         if flops or peak_flops is not None:
             from chainring.training.extensions._flops import UpdateFlops  # which imports much of torch
 
-            self._flops = UpdateFlops(peak_flops)
+            self._flops = UpdateFlops(plain(peak_flops))
 
     def _reset(self) -> None:
         self._started_at = time.monotonic()
@@ -479,7 +479,7 @@ class Timer(Extension):
             raise TypeError(f"limit and margin of a Timer are numbers of seconds, got {limit!r} and {margin!r}")
         if not 0 <= margin < longest:
             raise ValueError(f"the margin of a Timer is at least 0 and less than its limit, got {margin!r} of {limit!r}")
-        self.limit, self.margin = limit, margin
+        self.limit, self.margin = plain(limit), plain(margin)
         self.trigger = never
         self._ends_at: float | None = None  # on a monotonic clock
         self._thread: threading.Timer | None = None

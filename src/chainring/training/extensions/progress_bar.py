@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from numbers import Real
 from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
 
+from chainring._checks import is_integer, is_number, plain
 from chainring._messages import try_to_show
 from chainring._progress import to_fraction
 from chainring.iterators.base import check_epoch_period
@@ -88,19 +88,18 @@ class ProgressBar(Extension):
         out: TextStream | None = None,
     ) -> None:
         if (length := training_length) is not None:
-            if not isinstance(length, (tuple, list)) or len(length) != 2 or not isinstance(length[0], Real):
+            if not isinstance(length, (tuple, list)) or len(length) != 2 or not is_number(length[0]):
                 raise TypeError(f'training_length is (length, "iteration") or (length, "epoch"), got {length!r}')
             if length[1] not in ("iteration", "epoch") or not 0 < float(length[0]) < math.inf:
                 raise ValueError(f'training_length is a finite number above 0 and "iteration" or "epoch", got {length!r}')
         check_stream(out)
         for argument, value in (("update_interval", update_interval), ("bar_length", bar_length)):
-            if not isinstance(value, int):
+            if not is_integer(value):
                 raise TypeError(f"{argument} is an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{argument} is at least 1, got {value!r}")
-        self._training_length = training_length
-        self._update_interval = update_interval
-        self._bar_length = bar_length
+        self._training_length = None if length is None else (plain(length[0]), length[1])
+        self._update_interval, self._bar_length = plain(update_interval), plain(bar_length)
         self._out = out
         self._bar: Any = None
         self._total: float | None = None

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from chainring._checks import is_integer, is_number
+from chainring._checks import is_integer, is_number, plain
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded
 from chainring._hints import hinting
@@ -139,8 +139,8 @@ class Snapshot(Extension):
                 f'mode says how keep_best ranks: give keep_best=("validation/main/loss", 3), or no mode; got {mode!r}'
             )
         self.autoload = autoload
-        self.n_retains = n_retains
-        self.keep_best = None if keep_best is None else _best_of(keep_best, mode, n_retains, autoload)
+        self.n_retains = plain(n_retains)
+        self.keep_best = None if keep_best is None else _best_of(keep_best, mode, self.n_retains, autoload)
         self.target = target
         self.snapshot_on_error = snapshot_on_error
         self.asynchronous = asynchronous
@@ -626,7 +626,7 @@ def _best_of(keep_best: object, mode: str, n_retains: int, autoload: bool) -> Re
     if count < 1:
         raise ValueError(f"{rule}, at least 1; got {keep_best!r}")
     sign = 1 if require_mode(key, mode, f"snapshot(keep_best=({key!r}, {count})") == "max" else -1
-    return Retention(n_retains if n_retains > 0 else int(autoload), key, count, sign)
+    return Retention(n_retains if n_retains > 0 else int(autoload), key, int(count), sign)
 
 
 def _link_of(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chainring._checks import is_number
+from chainring._checks import is_number, plain
 from chainring._distributed.sharding import fsdp_modules, reshard, to_full
 from chainring._messages import OneTimeWarning
 from chainring._naming import name_cleaner, name_of_model
@@ -227,7 +227,7 @@ class RunningAverage(Extension):
         _check_key(self.result_key)
         if not is_number(decay) or not 0 <= decay < 1:
             raise ValueError(f"the decay of a running average is at least 0 and less than 1, got {decay!r}")
-        self.decay, self.trigger, self.watched_keys = decay, get_trigger(trigger), [key]
+        self.decay, self.trigger, self.watched_keys = plain(decay), get_trigger(trigger), [key]
         self._sum: Any = 0.0
         self._weight = 0.0
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
-from chainring._checks import find_call_error, is_number
+from chainring._checks import find_call_error, is_number, plain
 from chainring._progress import UNITS, Trainer, to_fraction
 from chainring.iterators.base import check_epoch_period
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful, visit_if_stateful
@@ -120,7 +120,7 @@ class IntervalTrigger(Trigger):
     def __init__(self, period: float, unit: Literal["iteration", "epoch"]) -> None:
         if unit not in UNITS:
             raise ValueError(f'the unit of an interval is "iteration" or "epoch", got {unit!r}')
-        self.period = period
+        self.period = plain(period)
         self.unit = unit
         self._ratio = to_fraction(period).as_integer_ratio()
         if self._ratio[0] <= 0:
@@ -199,7 +199,7 @@ class TimeTrigger(Trigger):
     def __init__(self, period: float) -> None:
         if to_fraction(period) <= 0:
             raise ValueError(f"a period in seconds is above 0, got {period!r}")
-        self.period = period
+        self.period = plain(period)
         self._started_at = time.monotonic()
         self.forget()
 
@@ -264,7 +264,7 @@ class ManualScheduleTrigger(Trigger):
     def __init__(self, points: float | Iterable[float], unit: Literal["iteration", "epoch"]) -> None:
         if unit not in UNITS:
             raise ValueError(f'the unit of a schedule is "iteration" or "epoch", got {unit!r}')
-        self.points = sorted(points if isinstance(points, Iterable) else [points], key=to_fraction)
+        self.points = sorted(map(plain, points) if isinstance(points, Iterable) else [plain(points)], key=to_fraction)
         self.unit = unit
         self._points = [to_fraction(point) for point in self.points]
         self._passed: int | Fraction | None = None  # the progress when it was last asked
@@ -366,7 +366,7 @@ class ReachedTrigger:
         if unit not in (*UNITS, "second"):
             rule = 'the unit of a training length is "iteration", "epoch" or "second"'
             raise ValueError(f'{rule}, got {unit!r}; write for example (20, "epoch")')
-        self.length = length
+        self.length = plain(length)
         self.unit = unit
         self._length = to_fraction(length)
         if self._length < 0:

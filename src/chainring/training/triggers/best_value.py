@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from chainring._checks import find_call_error, is_integer, is_number
+from chainring._checks import find_call_error, is_integer, is_number, plain
 from chainring._messages import OneTimeWarning, info
 from chainring._progress import Trainer
 from chainring.reporting.summary import IntervalMeans
@@ -324,12 +324,12 @@ class EarlyStoppingTrigger(BestValueTrigger):
             )
         if threshold is not None and (not is_number(threshold) or math.isnan(threshold)):
             raise ValueError(f"threshold is the mean that is good enough, a number; got {threshold!r}")
-        self.patience, self.verbose = patience, verbose
+        self.patience, self.verbose = int(patience), verbose
         self.max_trigger = get_stop_trigger(max_trigger)
         self.mode = require_mode(monitor, mode, f"EarlyStoppingTrigger(monitor={monitor!r}")
         self._sign = 1 if self.mode == "max" else -1
-        self._min_delta, self._threshold = min_delta, threshold
-        self._min_iterations, self._check_finite = min_iterations, check_finite
+        self._min_delta, self._threshold = plain(min_delta), plain(threshold)
+        self._min_iterations, self._check_finite = int(min_iterations), check_finite
         super().__init__(monitor, self._is_better, check_trigger)
 
     def _is_better(self, best: float, new: float) -> bool:

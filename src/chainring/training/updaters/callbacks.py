@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chainring._checks import is_number
+from chainring._checks import is_number, plain
 from chainring._distributed.sharding import is_sharded, norm_in_order, placed_like, total_norm
 from chainring.reporting.reporter import report
 
@@ -219,8 +219,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateC
 
         callbacks = UpdateCallbacks(update_on_start=clip_grad_norm(1.0))
     """
-    _require_positive("max_norm", max_norm)
-    _require_positive("norm_type", norm_type)
+    max_norm, norm_type = _require_positive("max_norm", max_norm), _require_positive("norm_type", norm_type)
 
     def clip(context: UpdateContext) -> None:
         parameters = list_parameters(context.updater.get_all_optimizers().values())
@@ -253,7 +252,7 @@ def clip_grad_value(max_value: float) -> Callable[[UpdateContext], None]:
 
         callbacks = UpdateCallbacks(update_on_start=clip_grad_value(0.5))
     """
-    _require_positive("max_value", max_value)
+    max_value = _require_positive("max_value", max_value)
 
     def clip(context: UpdateContext) -> None:
         for group in _by_layout(list_parameters(context.updater.get_all_optimizers().values())):
@@ -275,6 +274,7 @@ def _by_layout(parameters: Iterable[Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
-def _require_positive(name: str, value: float) -> None:
+def _require_positive(name: str, value: float) -> float:
     if not is_number(value) or not value > 0:
         raise ValueError(f"{name} is a number above 0, got {value!r}")
+    return plain(value)

@@ -14,6 +14,7 @@ from weakref import proxy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chainring._checks import plain
 from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.group import GroupCommunicator
 from chainring._distributed.sharding import is_sharded, to_full
@@ -81,7 +82,7 @@ class _Setting:
         self._name = name
 
     def __set__(self, updater: StandardUpdater, value: Any) -> None:
-        settings = vars(updater)
+        settings, value = vars(updater), plain(value)
         if "_scheme" not in settings:
             settings[self._name] = value
         elif value is not settings[self._name]:
