@@ -1,6 +1,7 @@
 """`chainring average` writes the mean of models, which an independent computation gives too."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -138,6 +139,47 @@ def test_models_that_differ_in_more_than_numbers_have_no_mean(tmp_path, capsys, 
     assert main(["average", *places, str(tmp_path / "mean")]) == 2
     assert re.search(words, capsys.readouterr().err)
     assert not (tmp_path / "mean").exists()
+
+
+def save_masked(place, weight, mask):
+    """A model with a weight, and a mask with minus infinity."""
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([weight, 1.0]))
+    model.register_buffer("mask", torch.tensor([0.0, mask]))
+    serializers.save(place, model)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "key", "wrong"),
+    [
+        ((0.0, -math.inf), (math.nan, -math.inf), "weight", "second"),
+        ((math.nan, -math.inf), (math.nan, -math.inf), "weight", "first"),
+        ((0.0, 0.0), (math.inf, 0.0), "weight", "second"),
+        ((0.0, -math.inf), (0.0, 1.0), "mask", "first"),
+        ((0.0, -math.inf), (0.0, math.inf), "mask", "second"),
+    ],
+)
+def test_numbers_that_are_not_finite_have_no_mean(tmp_path, capsys, first, second, key, wrong):
+    """The key and the file are named, and nothing is written; where the weight is 0, the other's numbers are the mean."""
+    places = {name: str(tmp_path / name) for name in ("first", "second")}
+    for place, values in zip(places.values(), (first, second), strict=True):
+        save_masked(place, *values)
+    assert main(["average", *places.values(), str(tmp_path / "mean")]) == 2
+    assert f"{key} of {places[wrong]} has numbers that are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "mean").exists()
+
+
+def test_a_mask_of_all_models_and_a_model_without_weight_have_a_mean(tmp_path):
+    """Infinities that all have alike stay, and what does not count is not looked at."""
+    for number, weight in enumerate((1.0, 4.0, math.nan)):
+        save_masked(tmp_path / str(number), weight, -math.inf)
+    given = [str(tmp_path / name) for name in ("2", "0", "1", "mean")]
+    assert main(["average", *given, "--weights", "0", "2", "1"]) == 0
+    mean = nn.Linear(2, 1, bias=False)
+    mean.register_buffer("mask", torch.zeros(2))
+    serializers.load(given[-1], mean)
+    assert (mean.weight.tolist(), mean.mask.tolist()) == ([[2.0, 1.0]], [0.0, -math.inf])
 
 
 def test_tied_and_separate_tensors_have_no_mean(tmp_path, capsys):

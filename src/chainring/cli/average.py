@@ -27,7 +27,8 @@ and buffers of floating-point numbers are added in float64 and have the dtype
 of the last snapshot; all other buffers, such as counters, are those of the
 last. So are not estimated anew the running statistics of BatchNorm: see
 torch.optim.swa_utils.update_bn. Files that serializers.save has written for a
-model are taken in place of snapshots. What exists is not overwritten.
+model are taken in place of snapshots. NaN is refused, and infinities where
+not all have the same, as a mask has. What exists is not overwritten.
 
 examples:
   chainring average result/snapshot_iter_{8000,9000,10000} mean.safetensors
@@ -37,7 +38,8 @@ examples:
 exit status:
   0  it is written
   1  a snapshot is damaged
-  2  the models differ in more than their numbers, or PLACE exists"""
+  2  the models differ in more than their numbers, or one has NaN; or PLACE
+     exists"""
 
 
 def add_to(commands: Any) -> None:
@@ -61,15 +63,18 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"weights are finite numbers of 0 or more, not all 0, got {' '.join(map(str, weights))}")
     require_new(target)
     sums: dict[str, Tensor] = {}
+    infinite: dict[str, tuple[str, Tensor | None]] = {}
     models: list[_Model] = []
     for source, weight in zip(sources, weights, strict=True):
         last, tensors = _read(source, options.model)
         if models:
             last.check_against(models[0])
         models.append(last)
-        for key, tensor in tensors.items():
+        for key, tensor in tensors.items() if weight else ():
             if tensor.is_floating_point() or tensor.is_complex():
-                term = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) * weight
+                wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+                _check_finite(key, wide, last.name, infinite)
+                term = wide * weight
                 sums[key] = sums[key].add_(term) if key in sums else term
     means = {key: total.div_(sum(weights)).to(tensors[key].dtype) for key, total in sums.items()}
     mean = {key: means.get(last.ties[key], tensor) for key, tensor in tensors.items()}
@@ -84,6 +89,19 @@ def run(options: argparse.Namespace) -> None:
         text = f"{last.name} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
         lines.insert(0, text)
     show(options, facts | {"left_out": left_out}, map(printable, lines))
+
+
+def _check_finite(key: str, tensor: Tensor, name: str, infinite: dict[str, tuple[str, Tensor | None]]) -> None:
+    """Refuse NaN, and infinities but those of a mask, which all models have at the same places."""
+    is_finite = tensor.isfinite()
+    found = None if is_finite.all() else tensor.where(~is_finite, torch.zeros_like(tensor))
+    first_name, first = infinite.setdefault(key, (name, found))
+    is_same = found is first if found is None or first is None else bool((found == first).all())
+    if not is_same:
+        raise ValueError(
+            f"{key} of {first_name if found is None else name} has numbers that are not finite, and so would the mean: leave "
+            "it out, or take an earlier snapshot, such as one from before the loss was NaN"
+        )
 
 
 class _Model(NamedTuple):
