@@ -99,8 +99,8 @@ def _check_finite(key: str, tensor: Tensor, name: str, infinite: dict[str, tuple
     is_same = found is first if found is None or first is None else bool((found == first).all())
     if not is_same:
         raise ValueError(
-            f"{key} of {first_name if found is None else name} has numbers that are not finite, and so would the mean: leave "
-            "it out, or take an earlier snapshot, such as one from before the loss was NaN"
+            f"{key} of {first_name if found is None else name} has numbers that are not finite, and so would the mean: "
+            "leave it out, or take an earlier snapshot, such as one from before the loss was NaN"
         )
 
 
