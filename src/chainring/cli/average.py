@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from chainring._files import is_url
-from chainring._messages import printable
 from chainring._places.base import StoredFile
 from chainring._runs.finished import describe_file, is_model, locate
-from chainring.cli._common import add_command, show
-from chainring.cli.export import read_model, require_new
+from chainring.cli._common import add_command
+from chainring.cli.export import read_model, require_new, show_written, write_model
 from chainring.serializers import _safetensors
-from chainring.serializers._saving import save_tensors
 from chainring.serializers._values import find_aliases
 
 _HELP = """
@@ -78,17 +74,12 @@ def run(options: argparse.Namespace) -> None:
                 sums[key] = sums[key].add_(term) if key in sums else term
     means = {key: total.div_(sum(weights)).to(tensors[key].dtype) for key, total in sums.items()}
     mean = {key: means.get(last.ties[key], tensor) for key, tensor in tensors.items()}
-    if not is_url(target):
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(target, mean)
+    write_model(target, "safetensors", mean)
     names = [model.name for model in models]
     facts = {"file": target, "of": names, "weights": weights, "tensors": sorted(mean), "averaged": sorted(sums)}
     lines = [f"{target}: the mean of {len(names)} models, {len(sums)} of {len(mean)} tensors averaged"]
     lines += [f"  {name}, weight {weight / sum(weights):.4g}" for name, weight in zip(names, weights, strict=True)]
-    if left_out := last.left_out:
-        text = f"{last.name} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
-        lines.insert(0, text)
-    show(options, facts | {"left_out": left_out}, map(printable, lines))
+    show_written(options, facts, lines, last.name, last.left_out)
 
 
 def _check_finite(key: str, tensor: Tensor, name: str, infinite: dict[str, tuple[str, Tensor | None]]) -> None:

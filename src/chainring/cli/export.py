@@ -80,17 +80,11 @@ def run(options: argparse.Namespace) -> None:
     model, entries = read_model(saved, options.model)
     tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
     left_out = sorted(name for name, value in entries.items() if value is None)
-    if not is_url(target):
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-    _write(target, form, tensors)
+    write_model(target, form, tensors)
     files = sorted(Path(target).iterdir()) if os.path.isdir(target) else [target]
     facts = {"file": target, "format": form, "bytes": sum(open_file(file).size for file in files)}
-    facts |= {"directory": saved.path, "model": model, "tensors": sorted(tensors), "left_out": left_out}
-    lines = [f"{target}: {len(tensors)} tensors of {saved}"]
-    if left_out:
-        text = f"{saved} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
-        lines.insert(0, text)
-    show(options, facts, map(printable, lines))
+    facts |= {"directory": saved.path, "model": model, "tensors": sorted(tensors)}
+    show_written(options, facts, [f"{target}: {len(tensors)} tensors of {saved}"], str(saved), left_out)
 
 
 def require_new(target: str) -> None:
@@ -126,7 +120,20 @@ def read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, A
     return (name if name and name in averages else prefix.removeprefix(_MODEL).rstrip("/")), entries
 
 
-def _write(target: str, form: str, tensors: dict[str, Tensor]) -> None:
+def show_written(
+    options: argparse.Namespace, facts: Mapping[str, Any], lines: list[str], source: str, left_out: list[str]
+) -> None:
+    """Print what was written, and first which parameters of a source are not in it."""
+    if left_out:
+        text = f"{source} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
+        lines = [text, *lines]
+    show(options, {**facts, "left_out": left_out}, map(printable, lines))
+
+
+def write_model(target: str, form: str, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to a path or an address in one of the formats."""
+    if not is_url(target):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
     if form == "safetensors":
         save_tensors(target, tensors)
     elif form == "torch":

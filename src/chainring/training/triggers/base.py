@@ -469,18 +469,11 @@ def any_of(*triggers: TriggerLike) -> Trigger:
 
 
 def all_of(*triggers: TriggerLike) -> Trigger:
-    """Return a trigger that fires when all of several fire in the same iteration; see `any_of`.
+    """Return a trigger that fires when all of several fire in the same iteration; all else is as for `any_of`.
 
     Example::
 
         stop = all_of((10, "epoch"), EarlyStoppingTrigger(max_trigger=None))  # not before ten epochs
-
-    Args:
-        triggers: one or more, each as for `get_trigger`.
-
-    Raises:
-        TypeError: one of them is not a trigger, or there is none.
-        ValueError: the period or unit of one is invalid.
     """
     return _combine(all, triggers)
 
