@@ -180,8 +180,17 @@ class Workspace:
             base = _find_python(wanted)
             _call([base, "-m", "venv", str(environment)], f"an environment of Python {wanted}")
             install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        if lines:
-            _call([*install, "--no-deps", *extra, "-r", str(requirements)], "the installation of the recorded versions")
+        install += ["--no-deps", "-r", str(requirements)]
+        what = "the installation of the recorded versions"
+        try:
+            _call(install, what)
+        except NoReplay as error:  # what has the others may have these too, and PyTorch's index not be reached from here
+            if not extra:
+                raise
+            try:
+                _call([*install, *extra], what)
+            except NoReplay as second:
+                raise NoReplay(f"{error}\n{second} with PyTorch's index") from second
         asked = "import platform, sysconfig; print(platform.python_version(), sysconfig.get_path('purelib'))"
         version, packages = _call([python, "-c", asked], "the new Python").split(maxsplit=1)
         if version != wanted:
