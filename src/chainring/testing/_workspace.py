@@ -195,10 +195,12 @@ class Workspace:
         version, packages = _call([python, "-c", asked], "the new Python").split(maxsplit=1)
         if version != wanted:
             self.notes.append(f"differs here: python {wanted} -> {version}")
-        for name, number in stubs.items():  # of code that is imported from where it lies
+        for name, text in stubs.items():  # of code that is imported from where it lies
+            number, _, address = text.partition(" @ ")
             folder = Path(packages.strip(), f"{name.replace('-', '_')}-{number}.dist-info")
             folder.mkdir()
             (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+            (folder / "direct_url.json").write_text(json.dumps({"url": address}))
         self._python = python
 
     def _requirements(self) -> tuple[dict[str, str], list[str]]:
@@ -217,7 +219,7 @@ class Workspace:
             if address.startswith("file:"):
                 folder = unquote(urlsplit(address).path)
                 if any(f"{os.path.normpath(path)}{os.sep}".startswith(os.path.join(folder, "")) for path in imported):
-                    stubs[name] = version
+                    stubs[name] = text
                     continue
                 if folder.startswith(os.path.join(self._source["root"], "")) or folder == self._source["root"]:
                     address = (self._code / os.path.relpath(folder, self._source["root"])).as_uri()
