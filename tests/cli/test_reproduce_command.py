@@ -268,6 +268,13 @@ def with_two_trainers(place):
     train()
 
 
+def the_second_of_its_script(place):
+    text = SCRIPT.replace("trainer.run()", "trainer.out = 'first'\ntrainer.run()")
+    again = SCRIPT.partition("arguments = parser")[2].partition("\n")[2]
+    (place / "train.py").write_text(f"{text}\n{again}")
+    train()
+
+
 REFUSALS = {
     gone: "No such file or directory: 'data.npy'",
     commit_gone: "is neither in",
@@ -279,6 +286,7 @@ REFUSALS = {
     without_anything_to_compare: "has not come to an iteration",
     of_accelerators: "the run had 64 ranks, each with an accelerator (cuda), and",
     with_two_trainers: "has made two Trainers",
+    the_second_of_its_script: "result is that of run 2 of its script, and the first alone is made again",
 }
 
 

@@ -71,6 +71,11 @@ def reproduce(options: argparse.Namespace) -> int:
     needed = recorded.record.get("reproduction")
     if not isinstance(needed, dict):
         raise NoReplay(f"the run.json of {options.run_directory} does not have what repeats a run")
+    if (number := needed.get("run", 1)) != 1:
+        raise NoReplay(
+            f"{options.run_directory} is that of run {number} of its script, and the first alone is made again: let a "
+            "script, or other arguments, run it alone, from what the others have left"
+        )
     if not recorded.last:
         raise NoReplay(f"{options.run_directory} has not come to an iteration that it has saved, logged or recorded")
     out, is_kept = _new_out(options.out, recorded.directory), options.out is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 _LEAST_SECONDS = 10.0  # of which something is said
 _LEAST_SHARE = 0.25
 _SMALL = 0.001  # seconds of an update, most of which are Python's and not the model's
+_SEVERAL = re.compile(r"(extension:(?:validation|snapshot|LogReport))_\d+")
 _COMPUTING = ("forward", "backward", "update", "step")
 _REMEDIES = {
     "data": ("waiting for data", "workers (MultiprocessIterator), more of them, or a faster transform"),
@@ -22,7 +25,10 @@ _REMEDIES = {
         "accumulate=k, to exchange less often; RankTimes names a slow rank",
     ),
     "waiting": ("waiting for other ranks", 'balance="speed" with virtual_ranks, or a look at the rank that RankTimes names'),
-    "update": ("in the step of the optimizer", "fused=True, if the optimizer has it"),
+    "update": (
+        "in the step of the optimizer and what is around it",
+        "fused=True, if the optimizer has it, or less in callbacks and after the step",
+    ),
     "loop": ("between updates", "fewer triggers, and less in the observe methods of extensions"),
     "extension:validation": ("evaluating", "a less frequent trigger, or fewer examples"),
     "extension:snapshot": ("taking snapshots", "a less frequent trigger, a faster disk, or snapshot(frozen=False)"),
@@ -33,17 +39,22 @@ _REMEDIES = {
 def advise(seconds: Mapping[str, float], iterations: int) -> str | None:
     """Return the line about the seconds of each phase of some iterations; ``None`` if nothing is worth saying.
 
-    Time in the model is where it should be, unless updates are so small that most of it is Python's.
+    Time in the model is where it should be, unless updates are so small that most of it is Python's. The first batch, for
+    which workers start, comes once. The update of an updater of which no forward or backward is known is not all a step.
     """
     total = sum(seconds.values())
     if total < _LEAST_SECONDS or not iterations:
         return None
     computing = sum(seconds.get(phase, 0.0) for phase in _COMPUTING)
-    phases = {"update" if phase == "step" else phase: spent for phase, spent in seconds.items()}
+    phases: defaultdict[str, float] = defaultdict(float)  # extensions of one kind together
+    for phase, spent in seconds.items():
+        several = _SEVERAL.fullmatch(phase)
+        phases[several[1] if several else "update" if phase == "step" else phase] += spent
     is_small = computing / iterations < _SMALL
-    others = [phase for phase in phases if phase not in ("forward", "backward", *(["update"] if is_small else []))]
-    largest = max(others, key=phases.__getitem__, default="")
-    share = phases.get(largest, 0.0) / total
+    is_step = not is_small and phases["forward"] + phases["backward"] > 0
+    others = phases.keys() - {"forward", "backward", "first batch", *([] if is_step else ["update"])}
+    largest = max(sorted(others), key=phases.__getitem__, default="")
+    share = phases[largest] / total
     if is_small and computing / total > max(share, _LEAST_SHARE):
         where = f"in updates of {1000 * computing / iterations:.2f} ms, which are mostly Python's"
         share, remedy = computing / total, "larger batches, or compile=True"

@@ -353,7 +353,7 @@ def write_record(
     # What repeats the run is that with which it has begun; a later start tells only where it had something else.
     needs, needed = settings["reproduction"], earlier.get("reproduction")
     needed = needed if isinstance(needed, dict) else needs
-    others = [name for name, value in needs.items() if name != "source" and needed.get(name) != value]
+    others = [name for name, value in needs.items() if name not in ("source", "run") and needed.get(name) != value]
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "iteration": trainer.updater.iteration,

@@ -57,6 +57,9 @@ _RECORDED = ("argv", "git_commit", "device", "threads", "ranks", "config", "vers
 _DEEPEST = 20
 
 
+_runs = itertools.count(1)  # of this process
+
+
 class Change(NamedTuple):
     """A setting in which two runs, or two ranks, differ; ``None`` where one of them has none."""
 
@@ -155,6 +158,7 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "ranks": trainer.comm.world.size,
             "virtual_ranks": as_json(getattr(updater, "virtual_ranks", None)),
+            "run": next(_runs),
         },
     }
 
