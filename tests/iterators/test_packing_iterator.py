@@ -223,6 +223,9 @@ def test_behind_thousands_of_empty_documents_the_others_are_found(split):
         (np.zeros((2, 3), int), {}, TypeError, r"shape \(2, 3\)"),
         ({"input_ids": [1]}, {}, TypeError, "TransformDataset"),
         ("text", {}, TypeError, "one dimension of integers"),
+        (np.array([1, 2**63], np.uint64), {}, ValueError, r"has 9223372036854775808; .* take tokens\.astype\(np\.int64\)"),
+        ([2**64 - 1], {}, ValueError, "document 0 has 18446744073709551615"),
+        (torch.tensor([2**64 - 1], dtype=torch.uint64), {}, ValueError, "below 2"),
         (([1, 2], 3), {}, TypeError, "one dimension of integers"),
         ([], {}, ValueError, "which is all of a pass"),
         ([], {"split": False}, ValueError, "which is all of a pass"),
@@ -246,6 +249,7 @@ def test_what_is_no_document_is_refused_with_its_number(example, settings, error
         (([np.arange(3)], 0, 1), {}, ValueError),
         (([np.arange(3)], 8, 0), {}, ValueError),
         (([np.arange(3)], 8, 1), {"separator": "</s>"}, TypeError),
+        (([np.arange(3)], 8, 1), {"separator": 2**63}, ValueError),
     ],
 )
 def test_wrong_settings_are_refused(arguments, settings, error):

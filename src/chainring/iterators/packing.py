@@ -23,6 +23,7 @@ from chainring.serializers.protocol import AbstractSerializer, Serializer, visit
 _LOOK_AHEAD = 1_024  # documents of which those are taken that fit into a row
 _CHUNK = 256  # documents that are fetched at once
 _NONE = -1  # the document of a place that is not used
+_LARGEST_TOKEN = 2**63 - 1
 
 
 class _Document(NamedTuple):
@@ -112,6 +113,8 @@ class PackingIterator(Iterator):
             require_indices(dataset, "make a list of documents that can only be iterated")
         if separator is not None and not is_integer(separator):
             raise TypeError(f"a separator is a token, an integer, or None; got {separator!r}")
+        if abs(separator or 0) > _LARGEST_TOKEN:
+            raise ValueError(f"a separator is a token, an index below 2**63; got {separator}")
         self.length, self.batch_size = require_integer("length", length, 1), require_integer("a batch size", batch_size, 1)
         self.separator, self.split = plain(separator), bool(split)
         self.source: IndexedIterator = (
@@ -386,8 +389,8 @@ class _Packing:
 
 def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
     """Return the tokens of a document as an array."""
-    if type(example) is np.ndarray and example.ndim == 1 and example.dtype.kind in "iu":
-        return example
+    if type(example) is np.ndarray and example.ndim == 1 and example.dtype.char in "bhilqBHI":
+        return example  # of integers that int64 holds
     tokens = example.numpy(force=True) if isinstance(example, torch.Tensor) else example
     if isinstance(tokens, (list, tuple)):
         with suppress(ValueError):  # lists of different lengths, which are refused below
@@ -397,5 +400,10 @@ def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
         raise TypeError(
             f"a document is one dimension of integers, and example {number} is {shown}; take them out of it by "
             'TransformDataset(dataset, lambda example: example["input_ids"]), for example'
+        )
+    if tokens.dtype == np.uint64 and len(large := tokens[tokens > _LARGEST_TOKEN]):
+        raise ValueError(
+            f"a token is an index below 2**63, and document {number} has {large[0]}; a negative number that was read as "
+            "uint64 is one: take tokens.astype(np.int64)"
         )
     return tokens
