@@ -302,15 +302,39 @@ def test_a_doubtful_program_is_warned_once_with_its_own_line(tmp_path, monkeypat
     assert len(done.stderr.splitlines()) <= 4
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_of_a_script_without_a_guard_say_what_it_lacks(tmp_path, monkeypatch, method):
-    """They import it to begin, and would each train: the first words are the remedy, and nothing hangs."""
-    loader = f'torch.utils.data.DataLoader(train, 100, num_workers=1, multiprocessing_context="{method}")'
-    (tmp_path / "train.py").write_text(PROGRAM.replace("iterators.SerialIterator(train, 100)", loader, 1))
+LOADERS = {
+    "DataLoader": 'torch.utils.data.DataLoader(train, 100, num_workers=1, multiprocessing_context="{}")',
+    "MultiprocessIterator": 'iterators.MultiprocessIterator(list(train), 100, n_processes=1, start_method="{}")',
+}
+BATCH = "next(train_iter)"
+
+
+@pytest.mark.parametrize(
+    ("loader", "method", "run"),
+    [
+        ("DataLoader", "spawn", RUN),
+        ("DataLoader", "forkserver", RUN),
+        ("MultiprocessIterator", "spawn", RUN),
+        ("MultiprocessIterator", "spawn", "trainer.rehearse()"),
+        ("MultiprocessIterator", "forkserver", BATCH),
+    ],
+)
+def test_workers_of_a_script_without_a_guard_say_what_it_lacks(tmp_path, monkeypatch, loader, method, run):
+    """They import it to begin, and would each train: the first words are the remedy, nothing hangs, and no process is left.
+
+    What the program prints ends when the last of its processes has.
+    """
+    text = PROGRAM.replace("iterators.SerialIterator(train, 100)", LOADERS[loader].format(method), 1)
+    (tmp_path / "train.py").write_text(text.replace(RUN, run))
     monkeypatch.chdir(tmp_path)
     done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
-    assert 'call it under `if __name__ == "__main__":`' in done.stderr
+    first, *_ = re.findall(r"^\w*Error: (.*)", done.stderr, re.MULTILINE)
+    assert 'call it under `if __name__ == "__main__":`' in first
     assert "is being written by another run" not in done.stderr
-    assert "hint: why a worker ended is printed above" in done.stderr
-    assert json.loads((tmp_path / "result" / "run.json").read_text())["starts"][0]["iteration"] == 0
+    if loader == "DataLoader":
+        assert "hint: why a worker ended is printed above" in done.stderr
+    else:
+        assert "ended with exit code 1 before it began; what it has printed above says why" in done.stderr
+    if run == RUN:
+        assert json.loads((tmp_path / "result" / "run.json").read_text())["starts"][0]["iteration"] == 0

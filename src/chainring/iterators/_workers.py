@@ -15,7 +15,9 @@ import multiprocessing.queues
 import multiprocessing.util
 import os
 import pickle
+import select
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -193,6 +195,24 @@ def _rebuild_tensor(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[in
 # --- in the main process ---
 
 
+def unguarded() -> RuntimeError:
+    """Return the error of a process that imports the script to begin, and would train or start workers too.
+
+    What its parent sends is read first, because it keeps both ends of the pipe, and would wait for a reader for ever.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and "from_parent" not in frame.f_locals:  # of multiprocessing.spawn
+        frame = frame.f_back
+    if "from_parent" in frame.f_locals:
+        pipe = frame.f_locals["from_parent"].fileno()
+        while select.select([pipe], [], [], 1.0)[0] and os.read(pipe, 1 << 20):
+            pass
+    return RuntimeError(
+        "a worker process imports the script to begin, and would train too: put what trains into a function, main(), and "
+        'call it under `if __name__ == "__main__":`, which a script needs whose workers start by spawn or forkserver'
+    )
+
+
 class WorkerPool:
     """The processes that make the batches of one iterator.
 
@@ -260,6 +280,8 @@ class WorkerPool:
         if self._iterator is not None:
             iter(self._loader)  # empties the queue, and begins again with the same processes
             return
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself asks
+            raise unguarded()
         multiprocessing.util.get_temp_dir()  # the workers then share it, and it is removed at the end of this process
         with ExitStack() as stack, _ignore_warnings():
             if hasattr(signal, "pthread_sigmask"):  # a new process inherits the mask, until it ignores them itself
@@ -404,14 +426,18 @@ class _Monitor:
         """Raise if a worker has died, or dies within ``patience`` seconds."""
         deadline = time.monotonic() + patience
         while True:
-            for process, index in zip(self.processes, self._status.examples, strict=False):
+            for process, index, seen in zip(self.processes, self._status.examples, self._status.last_seen, strict=False):
                 if (code := process.exitcode) is not None:
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                     where = f" while it was at dataset[{index}]" if index >= 0 else ""
+                    remedy = (
+                        "workers must live as long as the iterator. If the system kills for lack of memory, fewer "
+                        "n_processes or n_prefetch need less"
+                    )
+                    if code > 0 and not seen:
+                        where, remedy = " before it began", "what it has printed above says why"
                     self.failure = RuntimeError(
-                        f"a worker process of iterator {self._name!r} (pid {process.pid}) {how}{where}; workers must live "
-                        "as long as the iterator. If the system kills for lack of memory, fewer n_processes or n_prefetch "
-                        "need less"
+                        f"a worker process of iterator {self._name!r} (pid {process.pid}) {how}{where}; {remedy}"
                     )
                     raise self.failure
             if time.monotonic() >= deadline:

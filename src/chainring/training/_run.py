@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -353,24 +352,6 @@ class Commands:
         self.replayed: list[dict[str, Any]] = []  # those of the run that this one repeats
         self.last_epoch: list[Any] = []  # at whose end the run was asked to stop, and the stop trigger that it had then
         self.again: list[dict[str, Any]] = []  # those that come after them in the record, to be carried out again
-
-
-def unguarded() -> RuntimeError:
-    """Return the error of a process that imports the script to begin, and would train too.
-
-    What its parent sends is read first, because it keeps both ends of the pipe, and would wait for a reader for ever.
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None and "from_parent" not in frame.f_locals:  # of multiprocessing.spawn
-        frame = frame.f_back
-    if "from_parent" in frame.f_locals:
-        pipe = frame.f_locals["from_parent"].fileno()
-        while select.select([pipe], [], [], 1.0)[0] and os.read(pipe, 1 << 20):
-            pass
-    return RuntimeError(
-        "run() in a worker process, which imports the script to begin: put what trains into a function, main(), and call "
-        'it under `if __name__ == "__main__":`, which a script needs whose workers start by spawn or forkserver'
-    )
 
 
 def _visit_parts(serializer: AbstractSerializer, trainer: Trainer) -> None:

@@ -19,6 +19,7 @@ from chainring._distributed.progress import reporting_position
 from chainring._hints import hinting
 from chainring._messages import Place, info, warn
 from chainring._progress import raise_unless_end
+from chainring.iterators._workers import unguarded
 from chainring.iterators.base import check_epoch_period
 from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
@@ -39,7 +40,7 @@ from chainring.serializers.protocol import (
 )
 from chainring.training import _preview
 from chainring.training._entry import Entry, Observer, RollBack, surround
-from chainring.training._run import Interruption, Run, unguarded
+from chainring.training._run import Interruption, Run
 from chainring.training._run_directory import resolve_out
 from chainring.training.triggers.base import (
     ReachedTrigger,
@@ -400,6 +401,8 @@ class Trainer(Stateful):
         """
         if self._run.has_begun:
             raise RuntimeError("rehearse() must be called before run(), which has started; make a new trainer")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself asks
+            raise unguarded()
         _preview.rehearse(self, self._run.carried)
 
     def explain(self, iterations: int = 100) -> str:
