@@ -123,6 +123,18 @@ WRONG = {
         "loss_func=lambda model, x, t:",
     ),
     "a batch of no example": Wrong("SerialIterator(train, 100)", "SerialIterator(train, 0)", "got 0", "at least 1"),
+    "no batch size": Wrong(
+        "SerialIterator(train, 100)",
+        "SerialIterator(train)",
+        "the batch size",
+        "SerialIterator(dataset, 100)",
+    ),
+    "no batch size for workers": Wrong(
+        "SerialIterator(train, 100)", "MultiprocessIterator(train)", "the batch size", "MultiprocessIterator(dataset, 100)"
+    ),
+    "no data": Wrong(
+        "SerialIterator(train, 100)", "SerialIterator([], 100)", "this list has length 0", "check what fills it"
+    ),
     "a callback for callbacks": Wrong(
         UPDATER,
         "train_iter, optimizer, model, callbacks=training.clip_grad_norm(1.0))",
@@ -144,6 +156,11 @@ WRONG = {
     "a loss without a gradient": Wrong(
         *model("return F.cross_entropy(y, t).detach()"), "depends on no parameter", "look for detach()"
     ),
+    "backward in the model": Wrong(
+        *model("loss = F.cross_entropy(y, t)\n        loss.backward()\n        return loss"),
+        "backward through the graph a second time",
+        "look for it in Net.forward, {train}:16",
+    ),
     "labels that are floats": Wrong(
         "datasets.get_digits()",
         "([(x, float(t)) for x, t in part] for part in datasets.get_digits())",
@@ -162,6 +179,15 @@ WRONG = {
     ),
     "an evaluation of a dataset": Wrong(
         "Evaluator(test_iter", "Evaluator(test", "got the dataset", "SerialIterator(dataset, batch_size)"
+    ),
+    "an evaluation of a model on an iterator": Wrong(
+        "Evaluator(test_iter, model)", "Evaluator(model, test_iter)", "got Classifier first", "the iterator first"
+    ),
+    "an evaluation of no model": Wrong(
+        "Evaluator(test_iter, model)",
+        "Evaluator(test_iter)",
+        "and the model",
+        "Evaluator(test_iterator, model)",
     ),
     "a table without a log": Wrong(
         "trainer.extend(extensions.LogReport())\n", "", "no extension 'LogReport'", "extensions.LogReport()"
@@ -262,7 +288,7 @@ def test_a_wrong_program_is_answered_in_at_most_four_lines(tmp_path, monkeypatch
     *_, error = re.split(r"\n(?! )", traceback.rstrip(), maxsplit=1)
     assert len(error.splitlines()) <= 4
     assert wrong.cause.replace("{train}", str(tmp_path / "train.py")) in error
-    assert wrong.remedy in error
+    assert wrong.remedy.replace("{train}", str(tmp_path / "train.py")) in error
     words = error.splitlines()[0].partition(": ")[2]
     assert [words in line for line in done.stderr.splitlines() if not line.startswith(" ")].count(True) == 1
 
@@ -300,6 +326,33 @@ def test_a_doubtful_program_is_warned_once_with_its_own_line(tmp_path, monkeypat
     assert wrong.remedy in text
     assert done.stderr.count("UserWarning") == 1
     assert len(done.stderr.splitlines()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ("nn.Linear(64, 30), nn.ReLU(), nn.Linear(30, 10)", "size mismatch for predictor.0.weight"),
+        ("nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 10)", '"predictor.4.weight"'),
+        (f"nn.Linear(64, 20), {'nn.Linear(20, 20), ' * 60} nn.Linear(20, 10)", '"predictor.4.weight"'),
+    ],
+)
+def test_a_run_that_would_continue_with_another_model_ends_in_four_lines(tmp_path, monkeypatch, layers, words):
+    """With the first difference, however many there are, and with what to do if the script has changed."""
+    monkeypatch.chdir(tmp_path)
+    program = PROGRAM.replace("snapshot()", "snapshot(autoload=True)")
+    (tmp_path / "train.py").write_text(program)
+    assert forked.run([tmp_path / "train.py"]).returncode == 0
+    text = program.replace("nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 10)", layers).replace(STOP, '(2, "epoch")', 1)
+    (tmp_path / "train.py").write_text(text)
+    done = forked.run([tmp_path / "train.py"])
+    assert done.returncode == 1
+    *_, error = re.split(r"\n(?! )", done.stderr.rstrip(), maxsplit=1)
+    assert f'File "{tmp_path}/train.py", line ' in done.stderr
+    assert len(error.splitlines()) <= 4
+    assert max(map(len, error.splitlines())) < 500
+    assert words in error.splitlines()[0]
+    assert re.search(r"And \d+ more differences$", error.splitlines()[0])
+    assert "give another out to begin again" in error
 
 
 LOADERS = {

@@ -99,6 +99,9 @@ EXTEND = {
     ),
 }
 
+BATCH_SIZE = {"": "takes the dataset and the batch size, as {}(dataset, 100)"}
+EVALUATION = {"": "takes an iterator and the model, as {}(test_iterator, model)"}
+
 PRECISIONS: dict[Any, str] = _by_name(
     {
         _BF16: "bf16-mixed bfloat16",
@@ -205,13 +208,19 @@ ERRORS = {  # of PyTorch, by what is found in their text
     r"DataLoader worker .* exited unexpectedly": (
         "why a worker ended is printed above; one that was killed without a word had no memory left: take fewer workers"
     ),
-    r"backward through the graph a second time": "a value that one batch leaves to the next needs detach()",
+    r"backward through the graph a second time": (
+        "the updater calls backward(), and what returns the loss does not: look for it in {loss}; a value that one batch "
+        "leaves to the next needs detach()"
+    ),
     r"modified by an inplace operation": "torch.autograd.set_detect_anomaly(True) shows the operation of the forward",
 }
 
 
 def find_hint(error: BaseException) -> str | None:
-    """Return what may help where PyTorch has raised an error in a model; ``None`` if nothing is known."""
+    """Return what may help where PyTorch has raised an error in a model; ``None`` if nothing is known.
+
+    It may have ``{loss}`` in the place of the function that computes the loss.
+    """
     text = str(error) if isinstance(error, (RuntimeError, IndexError)) else ""
     return next((f"hint: {hint}" for pattern, hint in ERRORS.items() if re.search(pattern, text)), None)
 
@@ -244,7 +253,7 @@ def find_missing(module: str, name: str) -> ModuleType:
 def hinting(hints: Mapping[str, str]) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
     """Return a decorator of a constructor: a keyword that it lacks is refused with the nearest, or what to write instead.
 
-    So is a call without the first argument, if there is a hint for an empty name.
+    So is a call without an argument that it requires, if there is a hint for an empty name.
     """
 
     def decorate(constructor: Callable[Parameters, None]) -> Callable[Parameters, None]:
@@ -252,13 +261,16 @@ def hinting(hints: Mapping[str, str]) -> Callable[[Callable[Parameters, None]], 
         def construct(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> None:
             code = constructor.__code__
             known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            required = known[: code.co_argcount - len(constructor.__defaults__ or ())]
             for name in keywords if not code.co_flags & inspect.CO_VARKEYWORDS else ():
                 near = difflib.get_close_matches(name, known, 1)
                 if name not in known and (name in hints or near):
                     hint = hints[name] if name in hints else f"did you mean {near[0]!r}?"
                     raise TypeError(f"{constructor.__qualname__.partition('.')[0]}() has no argument {name!r}: {hint}")
-            if "" in hints and len(arguments) < 2 and known[1] not in keywords:
-                raise TypeError(f"{constructor.__qualname__}() {hints['']}")
+            if "" in hints and not keywords.keys() >= {*required[len(arguments) :]}:
+                is_constructor = constructor.__name__ == "__init__"
+                called = type(arguments[0]).__name__ if is_constructor else constructor.__qualname__
+                raise TypeError(f"{called}() {hints[''].format(called)}")
             constructor(*arguments, **keywords)
 
         return construct

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from chainring._checks import is_number, plain
+from chainring._hints import BATCH_SIZE, hinting
 from chainring._random import stable_hash
 from chainring.converters import Converter, concat_examples
 from chainring.datasets._batches import COLUMNS
@@ -56,6 +57,7 @@ class MultiprocessIterator(IndexedIterator):
             x = concat_examples(iterator.next())
     """
 
+    @hinting(BATCH_SIZE)
     def __init__(
         self,
         dataset: Dataset,

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import IterableDataset
 
 from chainring._checks import find_call_error, is_integer
+from chainring._hints import BATCH_SIZE, hinting
 from chainring._random import (
     Indices,
     digest,
@@ -60,6 +61,7 @@ class IndexedIterator(Iterator):
     current_position: int = 0  # examples of the current epoch that have been returned
     serves_virtual_ranks = True
 
+    @hinting(BATCH_SIZE)
     def __init__(
         self,
         dataset: Dataset,
@@ -92,7 +94,10 @@ class IndexedIterator(Iterator):
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
         if repeat and self._orders.size == 0:
-            raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
+            raise ValueError(
+                f"an iterator for training needs at least one example, and this {type(dataset).__name__} has length 0; "
+                "check what fills it (for an evaluation, with repeat=False, it may be empty)"
+            )
 
     @property
     def seed(self) -> int:

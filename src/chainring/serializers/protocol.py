@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -553,10 +555,16 @@ def state_entries(module: Any) -> Mapping[str, Any]:
 def load_entries(module: Any, entries: Mapping[str, Any], strict: bool) -> None:
     """Load parameters and buffers of a module by name."""
     cls: Any = type(module)
-    if isinstance(module, nn.Module) and cls.state_dict is Stateful.state_dict:  # which is derived from its serialize
-        nn.Module.load_state_dict(module, entries, strict=strict)
-    else:
-        module.load_state_dict(entries, strict=strict)
+    is_derived = isinstance(module, nn.Module) and cls.state_dict is Stateful.state_dict  # from its serialize
+    load = partial(nn.Module.load_state_dict, module) if is_derived else module.load_state_dict
+    try:
+        load(entries, strict=strict)
+    except RuntimeError as error:
+        head, *differences = str(error).splitlines()
+        if differences and head.startswith("Error(s) in loading state_dict"):  # a line of each tensor, or with all names
+            more = f" And {len(differences) - 1} more differences" if len(differences) > 1 else ""
+            error.args = (f"{head} {shorten(differences[0], 300, placeholder=' ...')}{more}",)
+        raise
 
 
 def entry_names(module: Any, entries: Mapping[str, Any], below: str = "") -> dict[str, str]:

@@ -50,6 +50,7 @@ from chainring.training._entry import Entry, Identity, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training._settings import check_agreement, check_generators, check_out
 from chainring.training.triggers.base import IntervalTrigger, describe
+from chainring.training.updaters._arguments import origin_of
 from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._memory import explain_out_of_memory, is_out_of_memory
 
@@ -196,7 +197,8 @@ class Run:
         if is_out_of_memory(reason):
             reason.add_note(explain_out_of_memory(trainer.updater, trainer.extension_name))
         elif (hint := find_hint(reason)) is not None:
-            reason.add_note(hint)
+            function = getattr(trainer.updater, "loss_func", None) or trainer.updater.get_all_models().get("main")
+            reason.add_note(hint.replace("{loss}", "the update" if function is None else origin_of(function)))
         failure: BaseException = trainer.comm.failed(reason)
         return failure
 

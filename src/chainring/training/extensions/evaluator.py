@@ -18,6 +18,7 @@ from chainring._checks import find_call_error, is_integer, plain
 from chainring._distributed.communicator import Communicator, as_communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Deal
+from chainring._hints import EVALUATION, hinting
 from chainring._messages import warn
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
@@ -90,6 +91,7 @@ class Evaluator(Extension):
     _updater: Any = None
     _initial_seed: int | None = None  # of the parts, if the updater has none
 
+    @hinting(EVALUATION)
     def __init__(
         self,
         iterator: Iterable[Any] | dict[str, Iterable[Any]],
@@ -105,6 +107,9 @@ class Evaluator(Extension):
         limit: int | None = None,
         virtual_ranks: int | None = None,
     ) -> None:
+        if isinstance(iterator, nn.Module):
+            rule = "an Evaluator takes the iterator first and the model second"
+            raise TypeError(f"{rule}, got {type(iterator).__name__} first")
         iterators = dict(iterator) if isinstance(iterator, dict) else {"main": iterator}
         self._iterators = {name: _one_pass_iterator(name, source, converter) for name, source in iterators.items()}
         self._targets: dict[str, nn.Module] = dict(target) if isinstance(target, dict) else {"main": target}

@@ -289,9 +289,7 @@ def check_call(
 def check_loss(loss: Any, function: Any = None) -> None:
     """Refuse a loss that is not a scalar tensor with a gradient; a model or a ``function`` has returned it."""
     if not isinstance(loss, Tensor):
-        forward = inspect.unwrap(function.forward if isinstance(function, nn.Module) else function)
-        code = getattr(forward, "__code__", None)
-        origin = f" from {forward.__qualname__}, {code.co_filename}:{code.co_firstlineno}" if code else ""
+        origin = "" if function is None else f" from {origin_of(function)}"
         raise TypeError(
             f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}{origin}. '
             "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, *inputs)"
@@ -304,6 +302,13 @@ def check_loss(loss: Any, function: Any = None) -> None:
             "the loss depends on no parameter that needs a gradient, so there is nothing to train; "
             "look for detach(), no_grad() or parameters with requires_grad=False"
         )
+
+
+def origin_of(function: Any) -> str:
+    """Return the name of a function, or of the forward of a model, and the line where it is defined."""
+    forward = inspect.unwrap(function.forward if isinstance(function, nn.Module) else function)
+    code = getattr(forward, "__code__", None)
+    return f"{forward.__qualname__}, {code.co_filename}:{code.co_firstlineno}" if code else _name(function)
 
 
 def _name(function: Any) -> str:
