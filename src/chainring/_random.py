@@ -255,6 +255,14 @@ preserve_host_rng = partial(preserve_rng, _take_host)
 """Restores the generators of Python, NumPy and torch on the CPU, for code that runs there: datasets and loaders."""
 
 
+def draws_in_cudnn(module: torch.nn.Module) -> bool:
+    """Return True for a recurrent layer whose dropout does not come from the generator of the device."""
+    if not isinstance(module, torch.nn.RNNBase) or module.dropout == 0 or module.num_layers < 2:
+        return False
+    has_cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    return has_cudnn and torch.backends.cudnn.enabled and bool(module.weight_hh_l0.is_cuda)
+
+
 def is_generator(value: Any) -> bool:
     """Return whether this is a generator that a script may have beside the global ones."""
     return isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator))

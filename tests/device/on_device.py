@@ -129,8 +129,15 @@ LEFT_OUT_ON_GPU = {
         "test_two_optimizers_of_which_one_needs_a_closure_step_one_after_the_other",
         "test_what_an_optimizer_has_for_",
     ),
-    "its converter returns tensors of the host": ("test_what_gradient_checkpointing_computes_again_does_not_count",),
-    "the peak of the device may be known": ("test_without_a_known_peak_there_is_no_part_of_it",),
+    "it computes with tensors of the host": (
+        "test_a_model_that_runs_without_gradients_counts_its_forward",
+        "test_what_gradient_checkpointing_computes_again_does_not_count",
+    ),
+    "the peak of the device may be known": (
+        "test_a_compiled_model_is_counted_on_a_copy_without_data",
+        "test_without_a_known_peak_there_is_no_part_of_it",
+    ),
+    "a trace has what the device does, too": ("test_the_trace_has_the_operations_of_its_iterations",),
     "the driver opens files": ("test_it_serves_a_trainer_with_an_evaluator_and_snapshots",),
     "torch has no such kernel for CUDA": ("test_every_optimizer_goes_on_from_the_disk_bit_for_bit[Adagrad-fused]",),
 }

@@ -81,7 +81,7 @@ def test_a_count_in_a_module_is_named_by_its_path_with_a_remedy(tmp_path):
 @pytest.mark.parametrize(
     ("kept", "change"),
     [
-        (None, lambda module: setattr(module, "kept", module.layer.weight.square().sum().detach())),
+        (None, lambda module: setattr(module, "kept", module.layer.weight.new_ones(()) + (module.kept or 0))),
         (torch.zeros(2000), lambda module: module.kept.add_(1)),
         ([0], lambda module: module.kept.append(1)),
         ({"steps": 0}, lambda module: module.kept.update(steps=module.kept["steps"] + 1)),

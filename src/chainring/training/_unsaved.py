@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from chainring._callables import defined_by, is_taken_apart, origin_of_module, references
+from chainring._distributed.sharding import to_local
 from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring._random import generator_state, is_generator
@@ -95,8 +96,11 @@ def describe_leaves(path: str, value: Any) -> dict[str, str]:
 
 
 def describe(value: Any) -> str:
-    """Return a plain value as Python writes it, a large array as dtype, shape and CRC-32, anything else as its class."""
-    value = as_tensor(value)
+    """Return a plain value as Python writes it, a large array as dtype, shape and CRC-32, anything else as its class.
+
+    Of a sharded tensor it is the shard of this rank.
+    """
+    value = to_local(as_tensor(value))
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = value.tolist()
     if isinstance(value, Tensor):

@@ -101,6 +101,7 @@ def test_a_statistic_of_ones_own_may_give_several_numbers(tmp_path):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of PyTorch 2.11
 def test_a_parameter_without_a_gradient_has_no_statistics_of_it(tmp_path):
     """Nor has one without any number; sparse gradients, complex and half-precision parameters have."""
     model = same_regression()

@@ -43,7 +43,7 @@ def test_without_a_profiler_no_record_is_opened(updater, record_function):
 
 def test_a_profiler_sees_the_step(updater):
     """Under torch.profiler the record has the name that PyTorch gives to it."""
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:  # else PyTorch 2.11 warns
         updater.update()
     assert "Optimizer.step#OwnSGD.step" in [event.name for event in profiler.events()]
 
