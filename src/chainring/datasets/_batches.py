@@ -17,7 +17,7 @@ Where two readings of a sequence are possible, what is known decides: the rows o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, overload
 
@@ -77,6 +77,9 @@ class Batch(Sequence[Any]):
 
     def __len__(self) -> int:
         return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if self._examples is None else iter(self._examples)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...

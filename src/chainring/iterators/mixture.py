@@ -142,10 +142,11 @@ class Sources:
         return [count + size for count, size in zip(given, self.sizes, strict=True)]
 
     def __getitem__(self, number: int) -> Any:
-        source, (index,) = number % len(self.inner), self.indices_of(number % len(self.inner), np.array([number]))
+        place, source = divmod(number, len(self.inner))
+        epoch, position = divmod(place, self.sizes[source])
         if self._epochs[source].members:
-            self._epochs[source].tell(number // len(self.inner) // self.sizes[source])
-        return self.inner[source][int(index)]
+            self._epochs[source].tell(epoch)
+        return self.inner[source][int(self.orders[source].segment(epoch, position, position + 1)[1][0])]
 
     def seed_with(self, seed: int | None, switches: Sequence[int] = ()) -> None:
         """Set the seed of the orders; with ``switches``, of each source from the pass of this number on."""
@@ -331,6 +332,7 @@ class MixtureIterator(MultiprocessIterator):
         workers = require_integer("n_processes", n_processes, 0)
         sources = Sources([str(name) for name in datasets], inner, bool(shuffle))
         super().__init__(sources, batch_size, repeat, shuffle, max(workers, 1), seed=seed)
+        self._seeds_examples = any(type(dataset) not in (list, tuple) for dataset in inner)
         self.n_processes, self.sources, self.drop_finished = workers, sources, bool(drop_finished)
         self._function = weights if callable(weights) else None
         self._given = None if callable(weights) else sources.ratios(weights, self.repeat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ _LOOK_AHEAD = 1_024  # documents of which those are taken that fit into a row
 _CHUNK = 256  # documents that are fetched at once
 _NONE = -1  # the document of a place that is not used
 _LARGEST_TOKEN = 2**63 - 1
+_PACKED, _OF_ANOTHER_PASS = 1, 2  # by how much more than a row a whole document is taken for that is not to be packed
 
 
 class _Document(NamedTuple):
@@ -39,12 +41,19 @@ class _Document(NamedTuple):
 class _Position(NamedTuple):
     """Where the next row begins."""
 
-    waiting: tuple[_Document, ...] = ()  # fetched and not packed, or not whole
+    documents: tuple[_Document, ...] = ()  # fetched and not packed, or not whole; of whole ones some are packed
+    lengths: NDArray[np.int64] | None = None  # of whole ones, see `_Packing`
     offset: int = 0  # of the first of them, how many tokens are packed
     packed: int = 0  # documents that are packed to their end
     # From that of the first waiting document on: where fetches together began, and the iterator as it was before each.
     fetches: tuple[tuple[int, IndexedIterator], ...] = ()
     fetched: int = 0  # documents
+
+    def waiting(self, row: int) -> list[int]:
+        """Return the positions in the stream of the documents that are not packed, into rows of this length."""
+        if self.lengths is None:
+            return [document.position for document in self.documents]
+        return [self.documents[at].position for at in np.flatnonzero(self.lengths != row + _PACKED).tolist()]
 
 
 class _Saved(NamedTuple):
@@ -183,7 +192,7 @@ class PackingIterator(Iterator):
 
     def batch_end(self) -> Any:
         self._take_up_saved()
-        return self.at.packed, self.at.offset, *(document.position for document in self.at.waiting[:1])
+        return self.at.packed, self.at.offset, *self.at.waiting(self.length)[:1]
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         return stable_hash(self.seed, self.length, self.split, *start, "to", *stop)
@@ -206,7 +215,7 @@ class PackingIterator(Iterator):
         serializer.visit("source", source if isinstance(serializer, Serializer) else self.source)
         saved = _Saved(
             serializer("first", first),
-            serializer("waiting", [document.position for document in at.waiting]),
+            serializer("waiting", at.waiting(self.length)),
             serializer("offset", at.offset),
             serializer("packed", at.packed),
             serializer("fetched", at.fetched),
@@ -225,7 +234,7 @@ class PackingIterator(Iterator):
         while packing.fetched < saved.fetched and packing.fetch():
             pass
         documents = tuple(document for document in packing.waiting if document.position in waits)
-        self.at = _Position(documents, saved.offset, saved.packed, tuple(packing.fetches), packing.fetched)
+        self.at = _Position(documents, None, saved.offset, saved.packed, tuple(packing.fetches), packing.fetched)
 
 
 class _Packing:
@@ -233,53 +242,67 @@ class _Packing:
 
     def __init__(self, iterator: PackingIterator) -> None:
         self._iterator, at = iterator, iterator.at
-        self.waiting, self._offset, self._packed = list(at.waiting), at.offset, at.packed
+        self.waiting, self._offset, self._packed = list(at.documents), at.offset, at.packed
         self.fetches, self.fetched = list(at.fetches), at.fetched
         self._tokens: list[NDArray[np.integer]] = []  # of all rows, one after the other
-        self._pieces: list[tuple[int, int, int]] = []  # of which document, how many tokens, and how many are before them
+        self._pieces: list[int] = []  # three for each: of which document, how many tokens, and how many are before them
         self._separator = np.array([iterator.separator or 0])
         self._head = 0  # with split documents, how many of those that wait are packed
         # With whole ones, their lengths, and more than fits where one is packed already, or of another pass.
         self._epoch = self.waiting[0].epoch if self.waiting else None
-        self._lengths = self._lengths_of(self.waiting)
-        self._gaps = 0  # where documents were, that are packed
+        if at.lengths is None:
+            self._lengths = self._lengths_of([] if iterator.split else self.waiting)
+        else:
+            self._lengths = at.lengths.copy()
+        self._gaps = int((self._lengths == iterator.length + _PACKED).sum())  # where documents were, that are packed
         self._empty = 0  # documents without tokens that were fetched last
 
     def fill(self) -> int:
         """Find the pieces of documents that are the rows of a batch; return how many rows there are."""
-        fill_row, length = (self._fill_in_turn if self._iterator.split else self._fill_by_length), self._iterator.length
+        if self._iterator.split:
+            return self._fill_in_turn()
         rows = 0
-        while rows < self._iterator.batch_size and (used := fill_row()):
+        while rows < self._iterator.batch_size and (used := self._fill_by_length()):
             rows += 1
-            if used < length:
-                self._tokens.append(np.zeros(length - used, np.int64))
-                self._pieces.append((_NONE, length - used, 0))
+            self._fill_up(used)
         return rows
 
     def write(self, rows: int) -> Iterable[NDArray[np.int64]]:
         """Return the ids, documents and positions of the rows that were filled."""
-        documents, counts, firsts = np.array(self._pieces, np.int64).T
+        documents, counts, firsts = np.array(self._pieces, np.int64).reshape(-1, 3).T
         ids = np.concatenate(self._tokens, dtype=np.int64, casting="unsafe")
         numbers = documents.repeat(counts)
         positions = self._iterator.counts[: len(ids)] - (counts.cumsum() - counts - firsts).repeat(counts)
-        positions[numbers == _NONE] = 0
+        if _NONE in documents:
+            positions[numbers == _NONE] = 0
         return (array.reshape(rows, -1) for array in (ids, numbers, positions))
 
     def _fill_in_turn(self) -> int:
         used, length, epoch = 0, self._iterator.length, None
-        while used < length and (self._head < len(self.waiting) or self.fetch()):
+        places = self._iterator.batch_size * length
+        while used < places and (self._head < len(self.waiting) or self.fetch()):
             document = self.waiting[self._head]
-            if used and document.epoch != epoch:
-                break
-            epoch, count = document.epoch, min(document.length - self._offset, length - used)
-            self._add(document, count)
+            if document.epoch != epoch and (left := -used % length):
+                used += left
+                self._fill_up(length - left)
+                continue
+            epoch, first = document.epoch, self._offset
+            count = min(document.length - first, places - used)
+            self._add(document, first, count)
             used += count
             self._offset += count
             if self._offset == document.length:
                 self._offset = 0
                 self._head += 1
                 self._packed += 1
-        return used
+        self._fill_up(used % length or length)
+        return -(-used // length)
+
+    def _fill_up(self, used: int) -> None:
+        """Leave the rest of a row unused."""
+        if left := self._iterator.length - used:
+            self._tokens.append(np.zeros(left, np.int64))
+            self._pieces += (_NONE, left, 0)
 
     def _fill_by_length(self) -> int:
         used, length, packed = 0, self._iterator.length, self._packed
@@ -294,20 +317,19 @@ class _Packing:
                 self._look_ahead()
                 continue
             document = self.waiting[at]
-            self._add(document, document.length)
+            self._add(document, 0, document.length)
             used += document.length
-            self._lengths[at] = length + 1
+            self._lengths[at] = length + _PACKED
             self._packed += 1
             self._gaps += 1
 
-    def _add(self, document: _Document, count: int) -> None:
-        """Put some tokens of a document, from the first that is not packed, behind those that there are."""
-        first = self._offset
+    def _add(self, document: _Document, first: int, count: int) -> None:
+        """Put some tokens of a document behind those that there are."""
         tokens = document.tokens if count == document.length else document.tokens[first : first + count]
         self._tokens.append(tokens)
         if len(tokens) < count:
             self._tokens.append(self._separator)
-        self._pieces.append((document.number, count, first))
+        self._pieces += (document.number, count, first)
 
     def _look_ahead(self) -> None:
         """Fetch documents of the pass until enough wait; if none is left of it, go on to the next."""
@@ -325,12 +347,12 @@ class _Packing:
             self._lengths = np.concatenate([self._lengths, self._lengths_of(self.waiting[known:])])
 
     def _lengths_of(self, documents: Sequence[_Document]) -> NDArray[np.int64]:
-        other = self._iterator.length + 2
+        other = self._iterator.length + _OF_ANOTHER_PASS
         lengths = [document.length if document.epoch == self._epoch else other for document in documents]
         return np.array(lengths, np.int64)
 
     def _close_gaps(self) -> None:
-        left = np.flatnonzero(self._lengths != self._iterator.length + 1)
+        left = np.flatnonzero(self._lengths != self._iterator.length + _PACKED)
         self.waiting, self._lengths, self._gaps = [self.waiting[at] for at in left.tolist()], self._lengths[left], 0
 
     def fetch(self) -> bool:
@@ -345,17 +367,20 @@ class _Packing:
         numbers: Any = source.indices_since(began)
         first = epoch * size + position  # in passes, which a mixture has only of each source
         self.fetches.append((self.fetched, before))
+        of_separator, longest = iterator.separator is not None, math.inf if iterator.split else iterator.length
+        of_pass, is_mixture = 0, isinstance(source, MixtureIterator)
         for index, (example, number) in enumerate(zip(examples, numbers.tolist(), strict=True)):
             tokens = _tokens_of(example, number)
-            length = len(tokens) + (iterator.separator is not None)
-            if length > iterator.length and not iterator.split:
+            length = len(tokens) + of_separator
+            if length > longest:
                 its = "" if iterator.separator is None else " with its separator"
                 raise ValueError(
                     f"a document is not longer than a row with split=False, and document {number} has {length} tokens{its}, "
                     f"a row {iterator.length}; give split=True or a larger length, or cut it before"
                 )
             self._empty = 0 if length else self._empty + 1
-            of_pass = 0 if isinstance(source, MixtureIterator) else (first + index) // size
+            if not is_mixture:
+                of_pass = (first + index) // size
             self.waiting.append(_Document(tokens, length, number, self.fetched + index, of_pass))
         self.fetched += len(examples)
         self._refuse_empty_passes()
@@ -376,15 +401,14 @@ class _Packing:
 
     def position(self) -> _Position:
         """Return where the next row begins."""
-        if self._iterator.split:
-            waiting = self.waiting[self._head :]
-        else:
-            self._close_gaps()
-            waiting = self.waiting
-        first = waiting[0].position if waiting else self.fetched
+        waiting, at, lengths = tuple(self.waiting[self._head :]), 0, None
+        if not self._iterator.split:
+            lengths, at = self._lengths, int((self._lengths != self._iterator.length + _PACKED).argmax()) if waiting else 0
+        has_any = self._gaps < len(waiting)
+        first = waiting[at].position if has_any else self.fetched
         starts = [start for start, _ in self.fetches if start <= first]
-        fetches = [fetch for fetch in self.fetches if waiting and fetch[0] >= starts[-1]]
-        return _Position(tuple(waiting), self._offset, self._packed, tuple(fetches), self.fetched)
+        fetches = [fetch for fetch in self.fetches if has_any and fetch[0] >= starts[-1]]
+        return _Position(waiting, lengths, self._offset, self._packed, tuple(fetches), self.fetched)
 
 
 def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
