@@ -58,10 +58,7 @@ if TYPE_CHECKING:
     from chainring._places.remote import RemotePlace
 
 logger = logging.getLogger("chainring")
-_COMMANDS, _SNAPSHOT = (
-    1,
-    2,
-)  # ranks compare 0 for nothing, or what is asked for; or the latter plus a signal that ends the run
+_COMMANDS, _SNAPSHOT = 1, 2  # ranks compare 0 for nothing, or these; or the latter plus a signal that ends the run
 _State = tuple[int, Callable[[], None]]
 """The iteration of a saved state, and what loads it."""
 
@@ -132,7 +129,8 @@ class Run:
     def open_again(self, trainer: Trainer, start: Callable[[Trainer], None]) -> None:
         """Start the run; if ranks are lost before the others have loaded its state, start it again from the beginning."""
         loaded, record = copy.copy(self.loaded_state), Path(trainer.out, RECORD)
-        self._earlier_record = record.read_bytes() if record.is_file() else b""  # rank 0 writes it when all have loaded
+        if trainer.comm.survives and record.is_file():
+            self._earlier_record = record.read_bytes()  # rank 0 writes it when all have loaded
         while True:
             try:
                 return start(trainer)
@@ -142,18 +140,18 @@ class Run:
 
     def roll_back(self, trainer: Trainer, reason: RollBack) -> None:
         """Start the run again from its newest snapshot; raise ``reason`` if there is none."""
-        survives, find = trainer.comm.survives, partial(_newest_state, trainer, trainer.entries)
-        if (state := self.repeat(trainer, find) if survives else find()) is None:
+        if (state := self.repeat(trainer, _newest_state, trainer, trainer.entries)) is None:
             raise reason
         info(f"{reason}; the run goes back to iteration {state[0]}")
         for entry in trainer.entries:
             entry.optional("finalize")()
         self._notes = {"rollback": str(reason)}
-        start = partial(self._start, entries=trainer.entries, state=state)
-        self.open_again(trainer, start) if survives else start(trainer)
+        self.open_again(trainer, partial(self._start, entries=trainer.entries, state=state))
 
     def repeat(self, trainer: Trainer, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a call; if ranks are lost in it, go on without them and make it again."""
+        if not trainer.comm.survives:
+            return call(*arguments)
         while True:
             generators, name = _random.take_generators(), trainer.extension_name
             try:
@@ -272,15 +270,12 @@ class Run:
             self.loaded_state.conclude(trainer)
             trainer.comm.barrier()  # until all have loaded, rank 0 must not move snapshots or cut back the log
         self.started_at = time.monotonic()
-        if trainer.comm.survives:
-            generators = _random.take_generators()
-            try:
-                self._initialize(trainer)
-            except RanksLost as loss:
-                _random.put_generators(generators)
-                self._go_on(trainer, loss)
-        else:
+        generators = _random.take_generators() if trainer.comm.survives else ()
+        try:
             self._initialize(trainer)
+        except RanksLost as loss:
+            _random.put_generators(generators)
+            self._go_on(trainer, loss)
         _call_before_training(trainer, self.repeat, self.loaded_state)
 
     def _initialize(self, trainer: Trainer) -> None:
@@ -429,11 +424,11 @@ def _call_before_training(trainer: Trainer, repeat: Callable[..., Any], loaded: 
                 if entry.observe is not None:
                     entry.observe(trainer)
                 trainer.extension_name = entry.name
-                repeat(trainer, entry.extension, trainer) if comm.survives else entry.extension(trainer)
+                repeat(trainer, entry.extension, trainer)
         if trainer.observation and not trainer.is_resumed:
             for entry in filter(lambda entry: entry.observe_start is not None, trainer.entries):
-                trainer.extension_name, start = entry.name, entry.extension.observe_start
-                repeat(trainer, start, trainer) if comm.survives else start(trainer)
+                trainer.extension_name = entry.name
+                repeat(trainer, entry.extension.observe_start, trainer)
     trainer.extension_name = None
     if trainer.is_resumed:
         trainer.observation, trainer.reporter.media_watchers = observation, watchers

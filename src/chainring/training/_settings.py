@@ -138,15 +138,18 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
         }
         for entry in sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # in the order in which they run
     ]
+    machine = {
+        "device": _environment.device_name(device if isinstance(device, torch.device) else None),
+        "threads": torch.get_num_threads(),
+        "ranks": trainer.comm.world.size,
+    }
     mixtures = {name: each.sources.names for name, each in iterators.items() if hasattr(each, "change_weights")}
     return {
         **({"mixtures": mixtures} if mixtures else {}),
         **withhold(json.dumps({"config": as_json(trainer.config), "argv": sys.argv})),
         "git_commit": code["source"]["commit"],
         "versions": _environment.versions(),
-        "device": _environment.device_name(device if isinstance(device, torch.device) else None),
-        "threads": torch.get_num_threads(),
-        "ranks": trainer.comm.world.size,
+        **machine,
         "seeds": as_json({"torch": torch.initial_seed(), "iterators": seeds}),
         "optimizers": as_json(getattr(updater, "constructed", {})),
         "models": models,
@@ -154,9 +157,7 @@ def to_record(trainer: Trainer) -> dict[str, Any]:
         "reproduction": {
             **code,
             "python": _environment.versions()["python"],
-            "device": _environment.device_name(device if isinstance(device, torch.device) else None),
-            "threads": torch.get_num_threads(),
-            "ranks": trainer.comm.world.size,
+            **machine,
             "virtual_ranks": as_json(getattr(updater, "virtual_ranks", None)),
             "run": next(_runs),
         },

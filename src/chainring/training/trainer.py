@@ -333,7 +333,7 @@ class Trainer(Stateful):
                             break
                         except RollBack as reason:
                             run.roll_back(self, reason)
-                    run.repeat(self, self.interruption.settle) if self.comm.survives else self.interruption.settle()
+                    run.repeat(self, self.interruption.settle)
                     _save_end(self)
             except BaseException as error:
                 failure = run.explain(self, error)
@@ -515,8 +515,7 @@ def _iterate(trainer: Trainer) -> None:
     steps = [_step_of(entry, trainer) for entry in trainer.entries if not entry.is_snapshot]
     snapshots = [_step_of(entry, trainer) for entry in trainer.entries if entry.is_snapshot]
     if not trainer.is_replaying and any(entry.optional("target") is None for entry, *_ in snapshots):
-        tries: Callable[[Trainer], bool] = partial(_try_state, snapshots)
-        tries = partial(trainer._run.repeat, trainer, tries) if trainer.comm.survives else tries
+        tries = partial(trainer._run.repeat, trainer, partial(_try_state, snapshots))
         snapshots.append((snapshots[0][0], None, tries, snapshots[0][3]))
     while not ends():
         previous = trainer.reported
@@ -650,8 +649,7 @@ def _step_of(entry: Entry, trainer: Trainer) -> _Step:
 def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
     for entry in trainer.entries:
         if entry.before_snapshot is not None and not entry.is_snapshot:
-            prepare = partial(entry.before_snapshot, trainer)
-            trainer._run.repeat(trainer, prepare) if trainer.comm.survives else prepare()
+            trainer._run.repeat(trainer, entry.before_snapshot, trainer)
     for entry, *_ in due:
         entry.is_due = True
     # Those with `autoload` last: a run resumed from one does not take the others of that iteration again.

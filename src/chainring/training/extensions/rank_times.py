@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from chainring.training.extension import PRIORITY_WRITER
 from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
+from chainring.training.updaters._balance import time_on
 from chainring.training.updaters.callbacks import UpdateContext
 
 DATA = "rank_times.json"
@@ -124,23 +124,16 @@ class RankTimes(PhaseWatch):
         finally:
             self._note("communication")
 
-    def _now(self) -> Any:
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
-        return event
-
     def _note(self, phase: str | None) -> None:
         """Count the time since the last note as that of a phase, or of the one that ends next."""
         if self._notes:
-            self._notes.append([phase, self._now()])
+            self._notes.append([phase, time_on(self._device)])
             if phase is None:
                 self._unnamed.append(self._notes[-1])
 
     def _note_gradient(self, _: Tensor) -> None:
         if self._gradient is None or self._device is None:
-            self._gradient = self._now()
+            self._gradient = time_on(self._device)
         else:
             self._gradient.record()
 
@@ -154,7 +147,7 @@ class RankTimes(PhaseWatch):
         super()._mark_stage(stage, phase, context)
 
     def _mark(self, phase: str) -> None:
-        self._notes.append([phase, self._now()])
+        self._notes.append([phase, time_on(self._device)])
         for note in self._unnamed:
             note[0] = phase
         self._unnamed.clear()

@@ -24,6 +24,15 @@ _KEPT = 3  # measurements, of which the median counts
 _GAIN = 0.05  # of the time of an update, for which it is dealt anew: noise gains less
 
 
+def time_on(device: torch.device | None) -> Any:
+    """Return the time on the host, or an event on an accelerator, which has the time when it has passed."""
+    if device is None or device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device=device, enable_timing=True)
+    event.record()
+    return event
+
+
 class Span:
     """The times, on the host or on an accelerator, between which this rank has computed virtual ranks."""
 
@@ -32,22 +41,15 @@ class Span:
         self._times: list[tuple[Any, Any]] = []
         self._began: Any = None
 
-    def _now(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
-        return event
-
     def begin(self) -> None:
         """Compute from now on."""
-        self._began = self._now()
+        self._began = time_on(self._device)
 
     def pause(self) -> bool:
         """Wait from now on; return whether this rank has computed."""
         began, self._began = self._began, None
         if began is not None:
-            self._times.append((began, self._now()))
+            self._times.append((began, time_on(self._device)))
         return began is not None
 
     def seconds(self) -> float | None:
