@@ -10,19 +10,23 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(script, *arguments, check=True, processes=1):
-    """What an example printed, of several processes the first; with ``check`` off, the process, which may have failed.
+    """What an example printed, of several processes the first; with ``check`` off, the process, which may have failed."""
+    ended = started(script, *arguments, processes=processes, start=forked.run)
+    assert not check or all(done.returncode == 0 for done in ended), "\n".join(done.stderr for done in ended)
+    return ended[0].stdout if check else ended[0]
+
+
+def started(script, *arguments, processes=1, start=forked.Forked):
+    """The processes of an example, which run; or what ``start`` returns for each.
 
     Several find in the environment what torchrun would put there, which starts others in test_distributed_examples.py.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [EXAMPLES / script, *map(str, arguments)]
     if processes == 1:
-        ended = [forked.run(command, env=environment)]
-    else:
-        ranks = forked.started(processes, lambda rank: forked.run(command, env={**environment, **rank}))
-        ended = [rank.result() for rank in ranks]
-    assert not check or all(done.returncode == 0 for done in ended), "\n".join(done.stderr for done in ended)
-    return ended[0].stdout if check else ended[0]
+        return [start(command, env=environment)]
+    ranks = forked.started(processes, lambda rank: start(command, env={**environment, **rank}))
+    return [rank.result() for rank in ranks]
 
 
 def log(out):
