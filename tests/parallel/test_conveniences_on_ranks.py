@@ -3,6 +3,7 @@
 import os
 import time
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -65,6 +66,28 @@ def trainer_of(comm, out, stop=(9, "iteration"), **settings):
     trainer = training.Trainer(updater, stop, out=out)
     trainer.extend(extensions.snapshot(autoload=True), trigger=(100, "iteration"))
     return trainer, model
+
+
+def searched(comm, out):
+    """The losses of a search, and the parameters of the run after it and of one without it."""
+    found, trained = None, []
+    for searches in (True, False):
+        torch.manual_seed(0)
+        trainer, model = trainer_of(comm, f"{out}/{searches}")
+        if searches:
+            found = extensions.find_learning_rate(trainer, count=20)
+        trainer.run()
+        trained.append(model.weight.tolist())
+    return found.losses, trained
+
+
+def test_ranks_search_a_learning_rate_together(tmp_path):
+    """Each sees the mean of their losses, that of one process, and the run is the one without the search."""
+    alone, _ = searched(None, str(tmp_path / "alone"))
+    (losses, (with_it, without)), (others, _) = on_ranks(2, searched, str(tmp_path))
+    assert losses == others
+    assert losses == pytest.approx(alone)
+    assert with_it == without
 
 
 def timed(comm, out):

@@ -287,5 +287,5 @@ APART = {
     "get_mnist",  # a TupleDataset, once it is downloaded
     "CorruptionError", "Interrupted", "NonNumberError", "RollBack",  # end a run
     "PRIORITY_EDITOR", "PRIORITY_READER", "PRIORITY_WRITER",  # numbers
-    "predict",  # after it
+    "find_learning_rate", "LearningRates", "predict",  # before it, and after it
 }  # fmt: skip

@@ -7,7 +7,7 @@ import difflib
 import tempfile
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _MAX_SHOWN = 12
 _FULL = 0.9  # of the memory of a device, of which its driver and the cache of PyTorch need some
-_RESTORED = "raised in the rehearsal{}; all state has been restored"
+_RESTORED = "raised in {}{}; all state has been restored"
 
 
 def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
@@ -135,19 +135,15 @@ class SimulatedUpdater:
         self.is_new_epoch = self.epoch != epoch
 
 
-def rehearse(trainer: Trainer, carried: Carried) -> None:
+def rehearse(trainer: Trainer, preserve: Callable[[], AbstractContextManager[None]]) -> None:
     """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not checked."""
-    for name, model in trainer.updater.get_all_models().items():
-        if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
-            raise ValueError(
-                f"a rehearsal restores parameters, and those of a lazy module are uninitialized before its first batch: "
-                f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
-            )
     from chainring.training import _unsaved  # which imports NumPy's generators, for a rehearsal alone
 
     seen: list[Attributes] = []
     memory = _PeakMemory(trainer.updater)
-    with _preserved_state(trainer, carried, memory), ExitStack() as stack:
+    with memory.kept():
+        preserved_state = preserve()
+    with preserved_state, ExitStack() as stack:
         prepare(trainer)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
@@ -178,19 +174,24 @@ def rehearse(trainer: Trainer, carried: Carried) -> None:
                 stack.close()
     memory.tell(trainer)
     # All saved state has been restored now, so what is still as the updates have changed it is not saved.
-    before, between, after = seen
-    unsaved = _unsaved.unsaved(_unsaved.changed(before, between, after), before, _unsaved.attributes_of(trainer))
-    if unsaved and trainer.comm.is_main:
-        shown = "".join(f"\n  {path}: {_unsaved.remedy(path, unsaved[path])}" for path in list(unsaved)[:_MAX_SHOWN])
-        more = f"\n  and {len(unsaved) - _MAX_SHOWN} more" if len(unsaved) > _MAX_SHOWN else ""
+    if (unsaved := list_unsaved(trainer, *seen)) and trainer.comm.is_main:
         warn(
             "two updates and a call of each extension have changed values that are not saved, so a resumed run would "
-            f"start with those of the script (a value that is set again before each use need not be saved):{shown}{more}",
+            f"start with those of the script (a value that is set again before each use need not be saved):{unsaved}",
         )
     if problem:
         error = ValueError(problem)
-        error.add_note(_RESTORED.format(""))
+        error.add_note(_RESTORED.format("rehearse()", ""))
         raise error
+
+
+def list_unsaved(trainer: Trainer, before: Attributes, between: Attributes, after: Attributes) -> str:
+    """Return lines with what a trial has changed and not put back, given what there was before, amid and after updates."""
+    from chainring.training import _unsaved
+
+    unsaved = _unsaved.unsaved(_unsaved.changed(before, between, after), before, _unsaved.attributes_of(trainer))
+    shown = "".join(f"\n  {path}: {_unsaved.remedy(path, unsaved[path])}" for path in list(unsaved)[:_MAX_SHOWN])
+    return shown + (f"\n  and {len(unsaved) - _MAX_SHOWN} more" if len(unsaved) > _MAX_SHOWN else "")
 
 
 def _warn_of_softmax(updater: Any) -> Callable[[UpdateContext], None]:
@@ -315,12 +316,22 @@ class _PeakMemory:
             warn(f"{name} takes {peaks[name] / total:.0%} of the memory of {device}, and the run may end by it; {LESS}")
 
 
-@contextmanager
-def _preserved_state(trainer: Trainer, carried: Carried, memory: _PeakMemory) -> Generator[None]:
-    """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
+def preserved(trainer: Trainer, carried: Carried, trial: str) -> AbstractContextManager[None]:
+    """Save the state, and return the context of a trial, see `trainer.preserved`."""
+    for name, model in trainer.updater.get_all_models().items():
+        if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(
+                f"{trial} restores parameters, and those of a lazy module are uninitialized before its first batch: "
+                f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
+            )
     saved = DictionarySerializer()
-    with memory.kept():
-        _visit_state(saved, trainer, carried)
+    _visit_state(saved, trainer, carried)
+    return _restoring(saved, trainer, carried, trial)
+
+
+@contextmanager
+def _restoring(saved: DictionarySerializer, trainer: Trainer, carried: Carried, trial: str) -> Generator[None]:
+    """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
     out, observation = trainer.url or trainer.out, trainer.observation
     try:
         with _random.preserve_rng(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
@@ -328,7 +339,7 @@ def _preserved_state(trainer: Trainer, carried: Carried, memory: _PeakMemory) ->
             yield
     except BaseException as error:
         position = "" if trainer.extension_name is None else f", in extension {trainer.extension_name!r}"
-        error.add_note(_RESTORED.format(position))
+        error.add_note(_RESTORED.format(trial, position))
         if is_out_of_memory(error):
             error.add_note(explain_out_of_memory(trainer.updater, trainer.extension_name))
         raise

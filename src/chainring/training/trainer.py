@@ -399,11 +399,7 @@ class Trainer(Stateful):
             ValueError: a lazy module has uninitialized parameters; or a trigger or an extension needs a key that was not
                 reported, such as a misspelled one; the error names the closest reported key.
         """
-        if self._run.has_begun:
-            raise RuntimeError("rehearse() must be called before run(), which has started; make a new trainer")
-        if getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself asks
-            raise unguarded()
-        _preview.rehearse(self, self._run.carried)
+        _preview.rehearse(self, partial(preserved, self, "rehearse()"))
 
     def explain(self, iterations: int = 100) -> str:
         """Return the plan of the run as text: which extensions run, in which order, and in which of the next iterations.
@@ -475,6 +471,22 @@ class Trainer(Stateful):
                 visit_setting(serializer["extension_trigger_settings"], name, setting, f"trigger of extension {name!r}")
             if run.carried and isinstance(serializer, Serializer):
                 run.carried.save(serializer, self)
+
+
+def preserved(trainer: Trainer, trial: str) -> contextlib.AbstractContextManager[None]:
+    """Save all state, and return the context of a trial before the run, at whose end it and every generator are put back.
+
+    In the context ``out`` is a scratch directory. ``trial`` is what it is called in errors, such as ``"rehearse()"``.
+
+    Raises:
+        RuntimeError: the run has started, or this is a process that imports the script.
+        ValueError: a lazy module has uninitialized parameters.
+    """
+    if trainer._run.has_begun:
+        raise RuntimeError(f"{trial} must be called before run(), which has started; make a new trainer")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself asks
+        raise unguarded()
+    return _preview.preserved(trainer, trainer._run.carried, trial)
 
 
 def _visit_generators(serializer: AbstractSerializer, trainer: Trainer, loaded: Any) -> Any:

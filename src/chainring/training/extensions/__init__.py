@@ -6,6 +6,7 @@ from chainring.training.extensions.defaults import defaults
 from chainring.training.extensions.evaluator import Evaluator, predict
 from chainring.training.extensions.exponential_moving_average import ExponentialMovingAverage
 from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
+from chainring.training.extensions.learning_rates import LearningRates, find_learning_rate
 from chainring.training.extensions.log_report import LogReport
 from chainring.training.extensions.lr_scheduler import LRScheduler
 from chainring.training.extensions.performance import Profiler, SystemMetrics, Throughput, Timer
@@ -44,6 +45,7 @@ __all__ = [
     "FailOnNonNumber",
     "InverseShift",
     "LRScheduler",
+    "LearningRates",
     "LinearShift",
     "LogReport",
     "MaxValue",
@@ -67,6 +69,7 @@ __all__ = [
     "WarmupShift",
     "defaults",
     "dump_graph",
+    "find_learning_rate",
     "observe_lr",
     "observe_value",
     "predict",

@@ -78,7 +78,7 @@ class PlotReport(Extension):
         path = Path(filename) if isinstance(filename, str) else None
         if path is None or path.name != filename or not path.stem or filename.startswith("."):
             raise ValueError(f"{rule}; got {filename!r}")
-        formats = _figure_class()().canvas.get_supported_filetypes()
+        formats = figure_class("PlotReport")().canvas.get_supported_filetypes()
         self._format = path.suffix[1:].lower()
         if self._format not in formats:
             raise ValueError(f"{rule}; got {filename!r}, and the formats are {', '.join(sorted(formats))}")
@@ -120,7 +120,7 @@ class PlotReport(Extension):
             self._points[key].append((x, mean))
         if not trainer.comm.is_main or not any(self._points.values()):
             return
-        figure = _figure_class()()  # not one of pyplot's, whose list and backend stay as they are
+        figure = figure_class("PlotReport")()  # not one of pyplot's, whose list and backend stay as they are
         axes = figure.add_subplot(111)
         axes.set_xlabel(self._x_key)
         axes.grid(self._grid)
@@ -142,12 +142,13 @@ class PlotReport(Extension):
         self._means.serialize(serializer)
 
 
-def _figure_class() -> Any:
+def figure_class(name: str) -> Any:
+    """Return matplotlib's class of a figure, for what has this name."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            f"PlotReport draws with matplotlib, which cannot be imported ({error}): pip install 'chainring[plot]'"
+            f"{name} draws with matplotlib, which cannot be imported ({error}): pip install 'chainring[plot]'"
         ) from error
     return Figure
 
