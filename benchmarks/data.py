@@ -7,6 +7,8 @@ Run it on a machine that has nothing else to do::
 Both give tensors of batches of 100 in a random order, with nothing computed on them. Chainring seeds the generators of the
 host for each example, unless ``example_rng=False``, so that augmentation does not depend on the number of workers; a
 ``DataLoader`` does not. So images are read three times: as both do by default, without seeding, and with it in both.
+A mixture is read beside a ``SerialIterator`` over one array as well. Of documents it is the rows of 1,024 tokens that are
+counted, which the other side packs by hand, without a state.
 A figure is the median of the rounds; a round reads each row for some epochs after a first one, in which workers are
 started; a ratio is taken round by round.
 """
@@ -30,11 +32,14 @@ from torch.utils.data import DataLoader
 
 from chainring.converters import concat_examples
 from chainring.datasets import DatasetMixin, TupleDataset
-from chainring.iterators import MixtureIterator, MultiprocessIterator, SerialIterator
+from chainring.iterators import MixtureIterator, MultiprocessIterator, PackingIterator, SerialIterator
 
 BATCH = 100
 BUDGET = 1.0
 """Of the examples a second of the DataLoader, at least."""
+BUDGET_BESIDE_SERIAL = 0.6
+"""Of those of a SerialIterator: the rows of two sources are taken apart, and once more when they are put in order."""
+LENGTH = 1024  # of a row of packed tokens
 TURN = 0.05
 """Seconds, at least: longer than it takes to fill the caches again, shorter than most of what disturbs a machine."""
 Stream = Iterator[Any]
@@ -132,6 +137,28 @@ def mixture_of(*columns: np.ndarray) -> Make:
     return mixed
 
 
+def packed(documents: Sequence[np.ndarray], workers: int) -> Stream:
+    yield from map(concat_examples, PackingIterator(documents, LENGTH, BATCH))
+
+
+def packed_by_hand(documents: Sequence[np.ndarray], workers: int) -> Stream:
+    """Documents of a DataLoader one after the other, cut into rows."""
+    loader: DataLoader[Any] = DataLoader(Indexed(documents), None, True)
+    parts: list[list[torch.Tensor]] = [[], [], []]
+    count, number = 0, 0
+    while True:
+        for tokens in loader:
+            number += 1
+            new = tokens, torch.full_like(tokens, number), torch.arange(len(tokens))
+            for part, tensor in zip(parts, new, strict=True):
+                part.append(tensor)
+            if (count := count + len(tokens)) >= BATCH * LENGTH:
+                whole = list(map(torch.cat, parts))
+                yield tuple(tensor[: BATCH * LENGTH].view(BATCH, LENGTH) for tensor in whole)
+                parts = [[tensor[BATCH * LENGTH :]] for tensor in whole]
+                count -= BATCH * LENGTH
+
+
 def unseeded(dataset: Any, workers: int) -> Stream:
     """Without a stream of random numbers for each example, which the DataLoader does not give either."""
     return iterated(dataset, workers, example_rng=False)
@@ -170,7 +197,13 @@ def taking_turns(streams: dict[Make, Stream], batches: int) -> dict[Make, float]
 
 
 def measured(
-    name: str, dataset: Any, workers: int, epochs: int, rounds: int, makes: tuple[Make, Make] = (loaded, iterated)
+    name: str,
+    dataset: Any,
+    workers: int,
+    epochs: int,
+    rounds: int,
+    makes: tuple[Make, Make] = (loaded, iterated),
+    budget: float = BUDGET,
 ) -> dict[str, Any]:
     pairs = []
     for number in range(rounds):
@@ -178,16 +211,17 @@ def measured(
         pairs.append(speeds(makes[::step], dataset, workers, epochs)[::step])
     theirs, ours = (figure(column).median for column in zip(*pairs, strict=True))
     ratio = figure([mine / other for other, mine in pairs])
-    return {"data": name, "workers": workers, "loader": theirs, "ours": ours, "ratio": vars(ratio), "rounds": pairs}
+    figures = {"loader": theirs, "ours": ours, "ratio": vars(ratio), "budget": budget, "rounds": pairs}
+    return {"data": name, "workers": workers, **figures}
 
 
 def line_of(result: dict[str, Any]) -> str:
     ratio = Figure(**result["ratio"])
     spread = f"({ratio.least:.2f} to {ratio.most:.2f})"
-    verdict = "met" if ratio.median >= BUDGET else "missed"
+    verdict = "met" if ratio.median >= result["budget"] else "missed"
     return (
         f"{result['data']:<28}{result['workers']:>8}{result['loader']:>14,.0f}{result['ours']:>14,.0f}"
-        f"{ratio.median:>9.2f} {spread:<18}>= {BUDGET:g} {verdict}"
+        f"{ratio.median:>9.2f} {spread:<18}>= {result['budget']:g} {verdict}"
     )
 
 
@@ -211,22 +245,27 @@ def main() -> int:
         columns = draw.standard_normal((20_000, 784), dtype=np.float32), draw.integers(0, 10, 20_000)
         arrays = TupleDataset(*columns)
         images = Images(Path(directory), 4_000)
+        lengths = np.exp(draw.normal(5.5, 1, 20_000)).astype(int).clip(1, LENGTH)
+        documents = [draw.integers(0, 50_000, length) for length in lengths]
         sets = {
             "arrays in memory": (arrays, 5, (loaded, iterated)),
             "a mixture of arrays": (arrays, 5, (loaded, mixture_of(*columns))),
+            "the same, beside one array": (arrays, 5, (iterated, mixture_of(*columns)), BUDGET_BESIDE_SERIAL, (0,)),
+            "documents, packed": (documents, 1, (packed_by_hand, packed), BUDGET, (0,)),
             "images, Pillow": (images, 2, (loaded, iterated)),
             "the same, example_rng=False": (images, 2, (loaded, unseeded)),
             "the same, seeded in both": (images, 1, (loaded_seeded, iterated)),
             "slow transform": (Slow(1_000), 2, (loaded, iterated)),
         }
-        for name, (dataset, epochs, makes) in sets.items():
-            for workers in args.workers:
-                results.append(measured(name, dataset, workers, epochs, args.rounds, makes))
+        for name, (dataset, epochs, makes, *more) in sets.items():
+            budget, only = more or (BUDGET, args.workers)
+            for workers in [count for count in args.workers if count in only]:
+                results.append(measured(name, dataset, workers, epochs, args.rounds, makes, budget))
                 print(line_of(results[-1]), flush=True)
     missed = [
         f"{result['data']}, {result['workers']} workers: {result['ratio']['median']:.2f} of the DataLoader"
         for result in results
-        if args.check and result["ratio"]["median"] * args.slack < BUDGET
+        if args.check and result["ratio"]["median"] * args.slack < result["budget"]
     ]
     return conclude(args, {"machine": facts, "rows": results}, missed)
 

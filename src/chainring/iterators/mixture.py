@@ -417,7 +417,7 @@ class MixtureIterator(MultiprocessIterator):
     def _parts_of(self, batch: Indices, share: Indices) -> Parts:
         """Return how the share of the next batch is gathered."""
         (anchor, offset), size, dealt = self._at, self.batch_size, (self.rank, self.size, self.deal)
-        for block in self._blocks if self.audits is None else ():
+        for block in self._blocks if self.audits is None and self._function is None else ():
             if block.anchor is anchor and not offset % size and len(batch) == size <= len(block.numbers) - offset:
                 if block.plan is None or block.dealt != dealt:
                     batches = block.numbers[: len(block.numbers) // size * size].reshape(-1, size)
