@@ -463,6 +463,39 @@ def test_ranks_are_numbered_anew_in_their_order(tmp_path):
     assert told == [[rank, 3, [[0, True], [2, True], [3, True]], 4.0] for rank in range(3)]
 
 
+class Breaking:
+    """An exchange of PyTorch whose last message reaches all but this rank."""
+
+    def __init__(self, work):
+        self._work, self.is_completed = work, work.is_completed
+
+    def wait(self, timeout):
+        self._work.wait()
+        raise RuntimeError("gloo: Connection closed by peer")
+
+
+def gather_much(comm, out, numbers):
+    first, start = comm.rank, torch.distributed.all_gather
+    if first == 1:
+        torch.distributed.all_gather = lambda *arguments, **settings: Breaking(start(*arguments, **settings))
+    wait = comm.start_all_gather(torch.full([numbers], float(first)))
+    torch.distributed.all_gather = start
+    if first == 2:
+        wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    (out / str(first)).write_text(json.dumps(wait().mean(1).tolist()))
+    with pytest.raises(RanksLost):
+        comm.barrier()
+    comm.close()
+
+
+@pytest.mark.parametrize("numbers", [10, 1_000_000])
+def test_what_one_rank_has_gathered_is_given_to_one_that_has_failed_to(tmp_path, numbers):
+    """However much it is: otherwise the one would go on, to a step say, that the other does not make."""
+    assert end_of(3, gather_much, tmp_path, numbers) == [0, 0, -signal.SIGKILL]
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [[0.0, 1.0, 2.0]] * 2
+
+
 def test_a_store_inside_of_rank_0_is_refused(monkeypatch):
     """It would end with that rank; the error says how to start the ranks."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():

@@ -121,8 +121,12 @@ class Communicator:
         received = [rows[self.rank].to(device) for rows in self.gather_object(list(sent))]
         return lambda: received
 
-    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to exchange tensors of one shape; what this returns waits for them, and returns them stacked by rank."""
+    def start_all_gather(self, tensor: Tensor, gives: bool = True) -> Callable[[], Tensor]:
+        """Start to exchange tensors of one shape; what this returns waits for them, and returns them stacked by rank.
+
+        With ``gives=False`` ranks that are left after a loss are not given what others have gathered: it is followed by
+        another exchange before anything changes by it, and is done again.
+        """
         gathered = torch.stack([other.to(tensor.device) for other in self.gather_object(tensor)])
         return lambda: gathered
 

@@ -97,7 +97,7 @@ class GroupCommunicator(Communicator):
         work = dist.all_to_all_single(received, flat, list(sizes), list(map(len, sent)), group=self._group, async_op=True)
         return self._when_done(work, list(torch.split(received, list(sizes))), flat)
 
-    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def start_all_gather(self, tensor: Tensor, gives: bool = True) -> Callable[[], Tensor]:
         gathered = tensor.new_empty(self.size, *tensor.shape)
         work = dist.all_gather(list(gathered), tensor, group=self._group, async_op=True)
         return self._when_done(work, gathered, tensor)

@@ -49,7 +49,6 @@ _PATIENCE = 12.0  # seconds of waiting after which the others are asked whether 
 _QUESTIONS = 3  # in a row that a rank leaves without an answer, on a machine that may be overloaded, before it is lost
 _FORMING = -1  # stands for the number of an exchange while a group is formed
 _PAUSE = 0.01  # seconds between two looks at the store while a group is formed
-_LARGEST_GIFT = 1 << 20  # bytes of what was gathered in an update, whose sums are computed again
 
 
 class _Round(NamedTuple):
@@ -172,7 +171,7 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             self.barrier()  # the root does not wait for the others
 
     def gather_object(self, obj: Any) -> list[Any]:
-        return _gather(lambda tensor: self._start_gather(tensor)(), obj)
+        return _gather(lambda tensor: self.start_all_gather(tensor)(), obj)
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         return self.gather_object(obj if self.rank == root else None)[root]
@@ -188,21 +187,18 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
         wait = self._begin(start, [received], flat, gives=False)
         return lambda: list(torch.split(wait()[0], list(sizes)))
 
-    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self._start_gather(tensor, gives=tensor.nbytes * self.size <= _LARGEST_GIFT)
-
     def start_max(self, number: int) -> Callable[[], int]:
         largest = torch.tensor(number)
         wait = self._begin(partial(dist.all_reduce, largest, dist.ReduceOp.MAX), [largest])
         return lambda: int(wait()[0])
 
     def barrier(self) -> None:
-        self._start_gather(torch.zeros(1, dtype=torch.uint8))()
+        self.start_all_gather(torch.zeros(1, dtype=torch.uint8))()
 
     def beside(self) -> Communicator:
         return Communicator()  # what all ranks write together are shards, and there are none
 
-    def _start_gather(self, tensor: Tensor, gives: bool = True) -> Callable[[], Tensor]:
+    def start_all_gather(self, tensor: Tensor, gives: bool = True) -> Callable[[], Tensor]:
         gathered = tensor.new_empty(self.size, *tensor.shape)
         wait = self._begin(partial(dist.all_gather, list(gathered), tensor), [gathered], tensor, gives=gives)
         return lambda: wait()[0]

@@ -255,7 +255,7 @@ class Exchange:
             for node, part in zip(nodes, values.view(len(nodes), -1), strict=True)
         }
         (total,) = fold(parts, self._count, Tensor.add_).values()
-        self._summed[number] = self._comm.start_all_gather(total)
+        self._summed[number] = self._comm.start_all_gather(total, gives=False)  # as large as a model
 
 
 def _add_lists(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:

@@ -377,7 +377,7 @@ def prepare(trainer: Trainer) -> None:
             warn(f"{text}; call {name if name != 'main' else 'model'}.train() before, which from_pretrained() does not")
         for path, module in named_submodules(name, model):
             trainer.reporter.add_observer(path, module)
-            if _random.draws_in_cudnn(module):
+            if isinstance(module, torch.nn.RNNBase) and _random.draws_in_cudnn(module):
                 layer = f"{path} is {type(module).__name__}(dropout={module.dropout:g})"
                 text = f"{layer}, for which cuDNN draws from a state that "
                 remedy = "put nn.Dropout between layers of one each, or set torch.backends.cudnn.enabled = False"
