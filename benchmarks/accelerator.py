@@ -90,8 +90,9 @@ def rows_of(work: _models.Work, device: str, out: Path, compiles: bool) -> list[
 
 
 def can_compile(device: str) -> bool:
-    """Whether there is what PyTorch compiles with: Triton for an accelerator."""
-    return device == "cpu" or importlib.util.find_spec("triton") is not None
+    """Whether PyTorch compiles updates, and there is what it does so with: Triton for an accelerator."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    return version >= (2, 13) and (device == "cpu" or importlib.util.find_spec("triton") is not None)
 
 
 def clock() -> float:
