@@ -221,7 +221,9 @@ optimizer = torch.optim.SGD(model.parameters())
 updater = training.StandardUpdater(iterator, optimizer, model, loss_func=lambda net, x: net(x).sum())
 trainer = training.Trainer(updater, (60, "iteration"), sys.argv[1])
 trainer.extend(extensions.snapshot())
-trainer.extend(extensions.LogReport())
+trainer.extend(extensions.LogReport(trigger=(2, "iteration")))
+if "rows" in sys.argv:
+    trainer.extend(extensions.PrintReport(["iteration"]))
 if "bar" in sys.argv:
     trainer.extend(extensions.ProgressBar(update_interval=1))
 
@@ -238,17 +240,39 @@ trainer.run()
 """
 
 
+TOLD = """
+from chainring._messages import info
+path = "/a/path/" + "long" * 20
+info(f"a run that is told of in more words than one line of a terminal of eighty columns has room for, and {path}")
+info("short")
+"""
+
+
+def test_a_message_is_broken_between_words(tmp_path):
+    """Where a terminal is narrower; a path stays whole, and in a pipe nothing is broken."""
+    environment = command(tmp_path)[1]
+    text, _ = show_in_terminal(80, ["-c", TOLD], environment)
+    first, second, path, last = text.splitlines()
+    assert (first, second) == (
+        "a run that is told of in more words than one line of a terminal of eighty", "columns has room for, and",
+    )  # fmt: skip
+    assert (path, last) == ("/a/path/" + "long" * 20, "short")
+    assert forked.run(["-c", TOLD], env=environment).stdout.splitlines() == [f"{first} {second} {path}", "short"]
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("bar", [["bar"], []], ids=["bar", "no bar"])
+@pytest.mark.parametrize("bar", [["bar"], [], ["bar", "rows"]], ids=["bar", "no bar", "bar below a table"])
 def test_a_signal_is_told_on_a_line_of_its_own(tmp_path, columns, signal, bar):
-    """Neither beside the bar nor behind the ^C that the terminal echoes, which is gone with the bar."""
+    """Neither beside the bar nor behind the ^C that the terminal echoes beside it, and that is gone with it."""
     environment = command(tmp_path)[1]
     text, code = show_in_terminal(columns, ["-c", INTERRUPTED, str(tmp_path), signal, *bar], environment)
     screen = Screen(columns).feed(text)
     told = [line for line in screen.text() if line]
+    rows = ["iteration", "2", "4"] if "rows" in bar else []
     again = ", Ctrl-C again ends it at once" if signal == "SIGINT" else ""
     assert told == [
+        *rows,
         f"{signal}: the run ends after this iteration{again}",
         f"{signal} ends the run after iteration 5: its state is saved",
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 _NOT_THE_USERS = sys.stdlib_module_names | {"chainring", "torch", "tqdm"}
@@ -22,10 +25,15 @@ def mute(is_muted: bool = True) -> None:
 def info(text: str, *, follows_signal: bool = False) -> None:
     """Print a line for the user, above a progress bar if there is one, unless this process is muted or nobody can read it.
 
+    Where it is longer than the terminal is wide, it is broken between words.
     With ``follows_signal`` it begins a line of its own on a terminal, which has echoed Ctrl-C as ``^C``.
     """
     if _is_muted:
         return
+    with suppress(AttributeError, OSError, ValueError):  # no terminal
+        wrap = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+        width = os.get_terminal_size(sys.stdout.fileno()).columns
+        text = "\n".join(wrap(line, width) if 0 < width < len(line) else line for line in text.split("\n"))
     begins_line = follows_signal and not _bars() and getattr(sys.stdout, "isatty", lambda: False)()
     with suppress(OSError, ValueError), _above_bars(sys.stdout):  # a closed pipe, a full disk, a closed file
         print("\n" * begins_line + showable(text, sys.stdout), flush=True)

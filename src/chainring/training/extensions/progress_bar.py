@@ -257,7 +257,9 @@ class _Bar(_GuardedBar, tqdm):  # type: ignore[type-arg]
 
         def draw_or_erase(text: str) -> None:
             nonlocal last
-            draw(text or " " * (last + len(_ECHO)))
+            if not text:  # twice, because tqdm fills up the next text to the length of the last one
+                draw(" " * (last + len(_ECHO)))
+            draw(text)
             last = len(text)
 
         return draw_or_erase

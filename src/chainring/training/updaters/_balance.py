@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from chainring._distributed.communicator import Communicator
@@ -123,7 +123,7 @@ class Balance:
         self._measured.append(ranks)
         if len(self._measured) < _KEPT:
             return deal
-        seconds = [median(of_rank) for of_rank in zip(*self._measured, strict=True)]
+        seconds = [float(np.median(of_rank)) for of_rank in zip(*self._measured, strict=True)]
         better = fastest(seconds, deal.count)
         return better if _slowest(better, seconds) < (1 - _GAIN) * _slowest(deal, seconds) else deal
 
