@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
 import re
@@ -12,10 +11,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -37,19 +35,15 @@ from chainring.serializers import CorruptError
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import (
     AbstractSerializer,
-    ChangedSetting,
-    Deserializer,
     DictionaryDeserializer,
     DictionarySerializer,
     printing_changes,
     visit_if_stateful,
-    visit_setting,
 )
 from chainring.training._advice import closing_lines
-from chainring.training._entry import Entry, Identity, RollBack
+from chainring.training._entry import Entry, LoadedState, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training._settings import check_agreement, check_generators, check_out
-from chainring.training.triggers.base import IntervalTrigger, describe
 from chainring.training.updaters._arguments import origin_of
 from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._memory import explain_out_of_memory, is_out_of_memory
@@ -619,151 +613,3 @@ class Interruption:
             name = signal.Signals(self.signum).name
             return KeyboardInterrupt(f"{name}: the run has ended at the end of an iteration")
         return Interrupted(self.signum)
-
-
-class LoadedState:
-    """The saved run that was loaded into a trainer, kept until the run starts, since extensions may be registered later."""
-
-    def __init__(self, carried: Carried) -> None:
-        self._carried = carried
-        self.exists = False  # True once anything was loaded, so that the run continues an earlier one
-        self.gives_way = False  # True if it came from another library: snapshots of the run itself are newer
-        self.generators: Any = None  # the states of those of all ranks, put back immediately before the first update
-        self.directory: Path | None = None  # with the files beside the snapshot that was loaded, unless it came from memory
-        self.place: str | None = None  # of the run that has saved it
-        self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
-        self.unprinted: list[ChangedSetting] = []  # changes that are not printed yet
-        self._source: Deserializer | None = None
-        self._saved: list[Identity] = []  # the extensions of the saved run
-        self._names: dict[str, str] = {}  # by the name of an extension here, that of the one in the saved run it continues
-
-    def begin(
-        self,
-        source: Deserializer,
-        classes: Mapping[str, Any],
-        identities: Mapping[str, Any],
-        generators: Any,
-        trainer: Trainer,
-    ) -> None:
-        """Take over a saved run, which had these extensions, and restore those that are registered."""
-        self.exists = True
-        self.gives_way = source.gives_way
-        self.generators = generators
-        self.directory, self.place = source.directory, source.place
-        self._source, self._names = source, {}
-        self._saved = [
-            Identity(name, (base_name, extension_class), trigger_class, (tuple(texts), tuple(trigger_texts)), trigger)
-            for name, (extension_class, trigger_class) in classes.items()
-            for base_name, texts, trigger_texts, trigger in [identities[name]]
-        ]
-        self.restore(trainer)
-
-    def restore(self, trainer: Trainer, *, is_complete: bool = True) -> None:
-        """Load the state of extensions and triggers with a certain match in the saved run, unless their class has changed.
-
-        With ``is_complete=False`` more extensions may be registered later, and only those that agree in everything match.
-        """
-        source = self._source
-        if source is None:
-            return
-        names, here = dict(self._names), [entry.identify(trainer) for entry in trainer.entries]
-        for ours, theirs in _pairs(here, self._saved, names, self._has_state if is_complete else None):
-            if ours.name not in names and theirs.name not in names.values():
-                names[ours.name] = theirs.name
-        saved_classes = {identity.name: identity.trigger_class for identity in self._saved}
-        for entry in trainer.entries:
-            if entry.name in names and entry.name not in self._names:
-                name, trigger = names[entry.name], entry.trigger
-                with printing_changes(self.unprinted, self.changes):
-                    visit_if_stateful(source["extensions"], name, entry.extension)
-                    if saved_classes[name] == type(trigger).__name__:
-                        visit_if_stateful(source["extension_triggers"], name, trigger)
-                    for key in ("extensions", "extension_triggers") if self._carried else ():
-                        self._carried.load(source[key][name], f"{key}/{entry.name}")
-                    settings = source["extension_trigger_settings"]
-                    visit_setting(settings, name, describe(trigger, as_setting=True), f"trigger of extension {entry.name!r}")
-        self._names = names
-
-    def _has_state(self, saved: Identity) -> bool:
-        """Return whether the state of an extension of the saved run matters; an interval trigger does without its own."""
-        keys = ["extensions"] if saved.trigger_class == IntervalTrigger.__name__ else ["extensions", "extension_triggers"]
-        assert self._source is not None
-        return any(next(self._source[key][saved.name].paths(), None) is not None for key in keys)
-
-    def conclude(self, trainer: Trainer) -> None:
-        """Restore all that can be, and warn of the extensions that differ; called when a run starts."""
-        if self._source is None:
-            return
-        self.restore(trainer)
-        saved = [identity for identity in self._saved if identity.name not in self._names.values()]
-        here = [entry.identify(trainer) for entry in trainer.entries if entry.name not in self._names]
-        doubtful = {identity.kind for identity in here} & {identity.kind for identity in saved if self._has_state(identity)}
-        if doubtful:
-            unmatched = [
-                ", ".join(
-                    f"{row.name!r} ({', '.join([*row.texts[0], row.trigger])})" for row in side if row.kind in doubtful
-                )
-                for side in (here, saved)
-            ]
-            warn(
-                "extensions start without their saved state, because they cannot be matched with certainty: here "
-                f"{unmatched[0]}, in the saved run {unmatched[1]}. Register them as in the saved run to restore all; from "
-                "now on, a different extend(..., name=) for each avoids this",
-            )
-        only_there = [identity.name for identity in saved if identity.kind not in doubtful]
-        only_here = [identity.name for identity in here if identity.kind not in doubtful]
-        if (only_there or only_here) and not self.gives_way:
-            warn(
-                f"this run has different extensions from the saved run: only there {only_there}, only here {only_here}. "
-                "The state of those only there is dropped; those only here start from now",
-            )
-        if isinstance(self._source, DictionaryDeserializer) and (origin := self._source.origin) is not None:
-            origin.__exit__(None, None, None)  # each rank waits until none needs it any more to read for the others
-        self._source, self._saved, self._names = None, [], {}
-
-
-def _pairs(
-    here: list[Identity], there: list[Identity], names: dict[str, str], has_state: Callable[[Identity], bool] | None
-) -> Iterator[tuple[Identity, Identity]]:
-    """Yield extensions with those of the saved run that they continue, the most certain first; ``names`` grows meanwhile.
-
-    Without ``has_state``, more extensions may be registered.
-    """
-    # Two extensions match if each is the only one of its run with a key. The keys, from the most to the least certain: all
-    # but the number in the name; what identifies the extension; shorter and shorter beginnings of that; name and class.
-    kind = attrgetter("kind")
-    longest = max((len(identity.texts[0]) for identity in there), default=0)
-    keys: list[Callable[[Identity], Any]] = [
-        lambda identity: identity[1:],
-        lambda identity: any(identity.texts) and (identity.kind, identity.texts),
-        *(lambda identity, n=n: identity.texts[0] and (identity.kind, identity.texts[0][:n]) for n in range(longest, 0, -1)),
-        kind,
-    ]
-    for key in keys if has_state is not None else keys[:1]:
-        groups, saved_groups = _group(here, key), _group(there, key)
-        for value in filter(None, groups):
-            if len(groups[value]) == len(saved_groups.get(value, ())) == 1:
-                yield groups[value][0], saved_groups[value][0]
-    if has_state is None:
-        return
-    # Twins, which nothing tells apart, match in their order, if they are as many as before.
-    left = _group((identity for identity in there if identity.name not in names.values()), kind)
-    for twins_kind, twins in _group((identity for identity in here if identity.name not in names), kind).items():
-        saved_twins = left.get(twins_kind, [])
-        texts = {identity.texts for identity in [*twins, *saved_twins]}
-        if len(twins) == len(saved_twins) and len(texts) == len({identity[1:] for identity in saved_twins}) == 1:
-            yield from zip(twins, saved_twins, strict=True)
-    # Equal names match where no state could go to the wrong extension; or, of another kind, if a number made the name in one
-    # of the runs and the script gives it in the other.
-    with_state = {identity.kind for identity in there if identity.name not in names.values() and has_state(identity)}
-    for ours, theirs in itertools.product(here, there):
-        is_same = ours.kind[1] == theirs.kind[1] and ours.texts == theirs.texts
-        if ours.name == theirs.name and (is_same if ours.kind != theirs.kind else ours.kind not in with_state):
-            yield ours, theirs
-
-
-def _group(identities: Iterable[Identity], key: Callable[[Identity], Any]) -> dict[Any, list[Identity]]:
-    groups: dict[Any, list[Identity]] = {}
-    for identity in sorted(identities, key=lambda identity: (len(identity.name), identity.name)):  # "log_2" before "log_10"
-        groups.setdefault(key(identity), []).append(identity)
-    return groups
