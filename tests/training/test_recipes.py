@@ -180,8 +180,8 @@ def test_throughput_and_the_profile_have_the_names_of_the_page():
     reported = set().union(*rows_of(page["watched"]))  # a row of less than 10 ms has no times of the machine
     assert {f"system/{name}" for name in names} <= reported
     with open("profiled/profile.txt") as table:
-        phases = [line.split()[0] for line in table.read().splitlines()[2:]]
-    assert phases[:4] == ["data", "forward", "backward", "update"]
+        phases = [line.partition("  ")[0] for line in table.read().splitlines()[2:]]
+    assert phases[:5] == ["first batch", "data", "forward", "backward", "update"]
     assert "extension:LogReport" in phases
 
 
