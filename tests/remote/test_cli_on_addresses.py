@@ -56,6 +56,13 @@ def test_inspect_shows_the_newest_snapshot_of_a_run(place, run, capsys):
     assert "iteration 3" in shown(capsys, "inspect", f"{place}/best")
 
 
+def test_a_record_that_the_run_replaces_meanwhile_is_read_again(place, proxy, capsys):
+    """A run that is going on writes it with each command."""
+    proxy.fail("412 PreconditionFailed", times=2, method="GET", key="run.json")
+    assert "snapshot_iter_6" in shown(capsys, "inspect", place)
+    assert shown(capsys, "control", place) is not None
+
+
 def test_inspect_reads_no_more_than_manifests_and_headers(place, proxy, capsys):
     """Of files of any size."""
     big = torch.nn.Linear(1000, 1000)

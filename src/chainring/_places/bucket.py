@@ -234,13 +234,17 @@ class Bucket:
             chunks = obstore().list(self._connection.asking, folder or None)
             return [self._entry(meta) for chunk in chunks for meta in chunk]
 
-        entries = self._connection.call("listed", place, request) or self._connection.call("listed", place, request)
-        absent = set(expected) - {entry.key for entry in entries}
-        if (lacking := next(filter(self.has, sorted(absent)), None)) is not None:
-            raise RemoteError(
-                f"{place} cannot be listed: the answer is without {lacking}, which is there, so something on the way has "
-                "answered for the store, or it has cut the answer; try again"
-            )
+        for is_last in (False, True):  # what was not there yet, and has come since, is in the second answer
+            entries = self._connection.call("listed", place, request) or self._connection.call("listed", place, request)
+            absent = set(expected) - {entry.key for entry in entries}
+            lacking = next(filter(self.has, sorted(absent)), None)
+            if lacking is None:
+                break
+            if is_last:
+                raise RemoteError(
+                    f"{place} cannot be listed: the answer is without {lacking}, which is there, so something on the way "
+                    "has answered for the store, or it has cut the answer; try again"
+                )
         return sorted(entry for entry in entries if entry.key.startswith(prefix))
 
     def _path(self, key: str) -> str:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from chainring._files import below_home, from_json, is_url, open_regular, parse_strict
 from chainring._messages import warn
 from chainring._places.base import MANIFEST, StoredFile
+from chainring._places.connection import ChangedError
 from chainring.serializers._loading import opened_state
 from chainring.serializers._safetensors import is_pickle
 from chainring.serializers._store import (
@@ -121,14 +122,23 @@ class FinishedRun:
             return None
         if self._is_remote and name not in self._copied:
             with suppress(FileNotFoundError, FileExistsError, NotADirectoryError, ValueError):  # of no object
-                file = open_file(f"{self.store.place}/{name}")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file.copy_to(path)
+                self._copy(name, path)
             self._copied.add(name)
         try:
             return path if path.is_file() else None
         except OSError:  # too long a name
             return None
+
+    def _copy(self, name: str, path: Path, times: int = 3) -> None:
+        file = open_file(f"{self.store.place}/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.copy_to(path)
+        except ChangedError:  # the run has written it meanwhile
+            path.unlink()
+            if times == 1:
+                raise
+            self._copy(name, path, times - 1)
 
     def copy_files(self) -> None:
         """Copy the record, the logs with their media, and what was recorded, of a run in an object store."""

@@ -188,9 +188,9 @@ class Workspace:
             if not extra:
                 raise
             try:
-                _call([*install, *extra], what)
+                _call([*install, *extra], f"{what}, also from PyTorch's index,")
             except NoReplay as second:
-                raise NoReplay(f"{error}\n{second} with PyTorch's index") from second
+                raise NoReplay(f"{error}\n{second}") from second
         asked = "import platform, sysconfig; print(platform.python_version(), sysconfig.get_path('purelib'))"
         version, packages = _call([python, "-c", asked], "the new Python").split(maxsplit=1)
         if version != wanted:
