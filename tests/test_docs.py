@@ -58,6 +58,7 @@ def _services_keep_to_themselves(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")  # of MLflow's own tables
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
 @pytest.mark.filterwarnings("ignore:::(lightning|transformers|accelerate)\\.")  # on loaders, and on what they import
 @pytest.mark.usefixtures("_services_keep_to_themselves")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())

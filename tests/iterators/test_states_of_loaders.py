@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from chainring import serializers
 from chainring.iterators import LoaderIterator
+from chainring.serializers import DictionaryDeserializer, DictionarySerializer
 from chainring.training import StandardUpdater, Trainer
 
 LENGTH = 4
@@ -411,3 +412,63 @@ def test_a_dataset_whose_position_its_own_loader_counts_alone_is_warned_about():
     for loader in (Dataset(), DataLoader(Dataset(), 2)):
         with pytest.warns(UserWarning, match="counted by a streaming.StreamingDataLoader alone"):
             LoaderIterator(loader)
+
+
+def batches_of(iterator, number):
+    return [next(iterator).columns.tolist() for _ in range(number)]
+
+
+class ReadingOn(IterableDataset):
+    """Begins each pass where the last one ended, as over a queue; counts in an attribute of the class or of itself."""
+
+    position = 0
+
+    def __iter__(self):
+        while True:
+            self.position += 1
+            yield float(self.position)
+            if self.position % 6 == 0:
+                return
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class BeginningAgain(ReadingOn):
+    def __iter__(self):
+        self.position = 0
+        return super().__iter__()
+
+
+def test_a_stream_that_reads_on_is_named_when_its_second_pass_begins():
+    """A snapshot between two passes has nothing of where it stands; the remedy is in the same line, once."""
+    iterator = LoaderIterator(DataLoader(ReadingOn(), 2))
+    batches_of(iterator, 3)
+    with pytest.warns(UserWarning, match=r"goes on from position of ReadingOn.*StatefulDataLoader") as caught:
+        batches_of(iterator, 6)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("loader", [DataLoader(BeginningAgain(), 2), DataLoader([1.0, 2.0, 3.0], 2)])
+def test_passes_that_begin_at_the_same_place_are_not_named(loader):
+    """Warnings are errors here."""
+    batches_of(LoaderIterator(loader), 9)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+@pytest.mark.parametrize("taken", [2, 3, 4, 6])
+def test_a_loader_of_torchdata_takes_a_stream_that_reads_on_up_where_it_stood(taken):
+    """Within a pass and at its end; nothing is fetched again."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    whole, other = (LoaderIterator(StatefulDataLoader(ReadingOn(), 2)) for _ in range(2))
+    batches = batches_of(whole, 12)
+    cut = LoaderIterator(StatefulDataLoader(ReadingOn(), 2))
+    batches_of(cut, taken)
+    saved = DictionarySerializer()
+    cut.serialize(saved)
+    other.serialize(DictionaryDeserializer(saved.target))
+    assert batches_of(other, 12 - taken) == batches[taken:]

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import fetch as torch_fetch
 
+from chainring._callables import defined_by
 from chainring._messages import warn
 from chainring._random import (
     digest,
@@ -124,6 +125,9 @@ class Source:
             return source_of(self.loader()).begin(releases)
         return iter(self.loader)
 
+    def watch_place(self, name: str) -> None:
+        """After the first batch of a pass, and without a state: say of a stream that it reads on."""
+
 
 class TorchLoader(Source):
     """A `DataLoader`, or a loader with its attributes, such as torchdata's."""
@@ -133,6 +137,7 @@ class TorchLoader(Source):
         self.n_workers = loader.num_workers
         dataset: Any = getattr(loader, "dataset", None)
         is_plain = isinstance(dataset, IterableDataset) and not hasattr(dataset, "_ex_iterable")
+        self._place: dict[str, Any] | None = None  # what a stream keeps in this process, after the first batch of a pass
         self._dataset = Source(dataset) if is_plain else source_of(dataset)  # litData's has num_workers too
         # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
         self._samplers_draw = not all(is_defined_in(sampler, "torch.utils.data") for sampler in self.samplers)
@@ -187,6 +192,25 @@ class TorchLoader(Source):
             return iter(loader)
         finally:
             vars(loader).update(settings)
+
+    def watch_place(self, name: str) -> None:
+        dataset = getattr(self.loader, "dataset", None)
+        if self.n_workers or not isinstance(dataset, IterableDataset) or self._place == {}:
+            return
+        kinds = [kind for kind in type(dataset).__mro__[::-1] if defined_by(kind) == "user"]
+        values = {key: value for held in (*kinds, dataset) for key, value in vars(held).items() if kinds}
+        before, self._place = self._place, {key: value for key, value in values.items() if type(value) in (int, float, str)}
+        if before is None:
+            return
+        changed = [key for key, value in before.items() if self._place.get(key) != value]
+        self._place = {}
+        if changed:
+            what = f"{' and '.join(changed)} of {type(dataset).__name__}, which no snapshot has"
+            warn(
+                f"each pass of iterator {name!r} goes on from {what}: a resumed run begins again. Give the dataset "
+                "state_dict() and load_state_dict(state), and use torchdata's StatefulDataLoader, which saves them; "
+                "or let each pass begin at the same place"
+            )
 
 
 class Stream(Source):
@@ -425,6 +449,8 @@ class Passes:
         self.position = Position(passes, taken + 1, generators, start)
         if taken == 0 and self._is_checked and self.uses_state:
             self._other_state = self._get_state()
+        if taken == 0 and self._state is None and self._owner.repeat:
+            self.source.watch_place(self._owner.name)
         return batch
 
     def _take_together(self) -> Batch:
