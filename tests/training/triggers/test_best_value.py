@@ -139,6 +139,13 @@ def test_an_interval_without_the_key_does_not_fire_and_warns_once_with_the_keys_
     )
 
 
+def test_a_heading_in_place_of_a_key_is_told_the_key(tmp_path):
+    """``val/loss``, as a narrow table has it, is not the loss of training."""
+    observations = [{"main/loss": 1, "main/accuracy": 0, "validation/main/loss": 2, "validation/main/accuracy": 0}]
+    with pytest.warns(UserWarning, match=r"did you mean 'validation/main/loss'\?"):
+        assert fires(tmp_path, MinValue("val/loss", every(1)), observations) == []
+
+
 @pytest.mark.parametrize("value", ["good", None, [1.0], np.ones(2), torch.ones(2)])
 def test_what_is_no_single_number_is_passed_over(tmp_path, value):
     """Beside numbers silently; an interval without any number warns that this is so."""

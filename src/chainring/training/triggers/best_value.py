@@ -166,7 +166,9 @@ class BestValueTrigger(BestMean, Trigger):
             return False
         means = self._means.end(trainer)
         if self.key not in means:  # otherwise a key that is never reported would go unnoticed
-            near = difflib.get_close_matches(self.key, map(str, self._seen), 1)
+            first, last = self.key.partition("/")[0], self.key.rpartition("/")[2]  # as in a heading, "val/loss"
+            near = [key for key in sorted(map(str, self._seen)) if key.startswith(first) and key.endswith(f"/{last}")]
+            near += difflib.get_close_matches(self.key, map(str, self._seen), 1)
             cause = f"{self.key!r} was not reported; reported were {sorted(self._seen, key=str)}"
             cause += f" (did you mean {near[0]!r}?)" if near else ""
             remedy = "check the key; give a longer interval, or this extension a lower priority than the one that reports it"
