@@ -40,7 +40,8 @@ def test_a_demo_that_is_stopped_by_ctrl_c_continues(tmp_path, monkeypatch):
     """It says how many epochs are done, and comes to the same end."""
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, EXAMPLES / "demo" / "demo.py", *SMALL[:2], "--after", "12"]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    alike = {**os.environ, "OMP_NUM_THREADS": "1"}  # as `run` has it
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True, "env": alike}
     with subprocess.Popen(command, **options) as process:
         for line in process.stdout:
             if line.split()[4:5] == ["3"]:  # the column of epochs

@@ -306,7 +306,10 @@ class Sharpness(StandardUpdater):
         self.backward(model(x, t))
         with torch.no_grad():
             for parameter, change, value in zip(model.parameters(), uphill, saved, strict=True):
-                parameter.copy_(value) if self.puts_back(self.iteration) else parameter.sub_(change)
+                if self.puts_back(self.iteration):
+                    parameter.copy_(value)
+                else:  # nearly, as rounding does on most processors
+                    parameter.sub_(change).mul_(1 + 1e-15)
         self.step()
 
 
