@@ -197,6 +197,8 @@ class TorchLoader(Source):
         dataset = getattr(self.loader, "dataset", None)
         if self.n_workers or not isinstance(dataset, IterableDataset) or self._place == {}:
             return
+        if hasattr(dataset, "set_epoch"):  # which tells a resumed run's where it is
+            return
         kinds = [kind for kind in type(dataset).__mro__[::-1] if defined_by(kind) == "user"]
         values = {key: value for held in (*kinds, dataset) for key, value in vars(held).items() if kinds}
         before, self._place = self._place, {key: value for key, value in values.items() if type(value) in (int, float, str)}
