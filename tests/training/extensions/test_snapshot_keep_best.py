@@ -1,6 +1,7 @@
 """`snapshot(keep_best=)` keeps those of the best values, and beside them what a run continues from."""
 
 import math
+import os
 import random
 
 import pytest
@@ -103,6 +104,15 @@ def test_key_that_is_not_reported_keeps_the_newest_and_says_so(tmp_path):
     words = r"snapshot\(keep_best=.* 'validation/main/lost' was not reported; .*did you mean 'validation/main/loss'\?"
     with pytest.warns(UserWarning, match=words):
         assert train(tmp_path, [3, 1, 2], extensions.snapshot(keep_best=(f"{KEY[:-1]}t", 2), mode="min")) == [3]
+
+
+def test_fixed_name_leads_nowhere_where_nothing_was_compared(tmp_path):
+    """What is called the best is never merely the newest: the link comes with the first value."""
+    with pytest.warns(UserWarning, match="has nothing to compare"):
+        assert train(tmp_path, [None, None], extensions.snapshot("best", keep_best=(KEY, 1), autoload=True)) == [2]
+    assert not os.path.lexists(tmp_path / "best")
+    train(tmp_path, [None, None, math.nan, 4], extensions.snapshot("best", keep_best=(KEY, 1), autoload=True))
+    assert os.readlink(tmp_path / "best") == "best_iter_4"
 
 
 def test_rehearsal_refuses_a_key_that_is_not_reported(tmp_path):

@@ -90,8 +90,8 @@ class Snapshot(Extension):
         frozen: False to leave out parameters that need no gradient; loading then does not change them.
         keep_best: the key of a reported value and a number, such as ``("validation/main/loss", 3)``: so many are kept of all
             that were taken, those with the best means of the value since the trigger last fired. Of equal ones the
-            earlier is better, and what is not finite never is. A fixed name leads to the best. One that is not among them
-            is not written, except for the newest ``n_retains``, which are kept beside them: by default none, or with
+            earlier is better, and what is not finite never is. A fixed name leads to the best, and is absent as long as none
+            has a value. One that is not among them is not written, except for the newest ``n_retains``, which are kept beside them: by default none, or with
             ``autoload`` one.
         mode: ``"max"`` if greater is better, ``"min"`` if less; ``"auto"`` where the key of ``keep_best`` says it, as for
             `EarlyStoppingTrigger`.
@@ -523,8 +523,9 @@ class Series:
             return
         if (known := self.known) is None:  # called by hand before the run
             known = {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
-        if directory != name:
-            store.link(name, (self.leading(known) if self.is_fixed else None) or directory)
+        leading = self.leading(known) if self.is_fixed else directory
+        if leading not in (None, name):
+            store.link(name, leading)
         unwanted = known.keys() - self._kept(known) - {directory}
         if unwanted and (missing := known.keys() - store.files.folders()):  # which a person has removed: they do not count
             for removed in missing:
@@ -544,11 +545,11 @@ class Series:
         return "" in self._kept(there | {"": Manifest("", iteration, {}, about)})
 
     def leading(self, known: Mapping[str, Manifest]) -> str | None:
-        """Return the snapshot to which a fixed name leads: the best where they are ranked, else the newest."""
+        """Return the snapshot to which a fixed name leads: where they are ranked the best, if one has a value; or the newest."""
         names = sorted(known, key=lambda name: (-known[name].iteration, name))
         in_turn = [name for name in names if _FINAL not in known[name].about]
-        ranked = (retention.rank(in_turn, known) for retention in self.retention.values())
-        return next((best[0] for best in ranked if best), next(iter(in_turn), None))
+        ranked = [retention.rank(in_turn, known) for retention in self.retention.values() if retention.best]
+        return next((best[0] for best in ranked or [in_turn] if best), None)
 
     def _kept(self, known: Mapping[str, Manifest]) -> set[str]:
         """Return the snapshots that one of the extensions is to keep: the newest, the best, or all.
