@@ -105,9 +105,9 @@ def test_a_number_without_a_fraction_is_refused_by_its_value(value):
         to_fraction(value)
 
 
-@pytest.mark.parametrize("value", ["0.1", None, b"1", [1], 1j])
+@pytest.mark.parametrize("value", ["0.1", None, b"1", [1], 1j, True])
 def test_what_is_no_real_number_is_refused_with_its_type(value):
-    """A string is not a number, even if it could be read as one."""
+    """A string is not a number, even if it could be read as one; nor is True, of which an interval would be 1."""
     with pytest.raises(TypeError, match=f"a number is needed.*{type(value).__name__}"):
         to_fraction(value)
 

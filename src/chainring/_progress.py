@@ -50,10 +50,10 @@ def raise_unless_end(updater: Any, error: StopIteration) -> None:
 
 def to_fraction(value: float | Rational) -> Fraction:
     """Return the simplest fraction that rounds to a real number: ``0.1`` is 1/10, ``5 / 6`` is five sixths."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"a number is needed, such as 1 or 0.5, got {value!r} of type {type(value).__name__}")
     if isinstance(value, Rational):
         return Fraction(int(value.numerator), int(value.denominator))
-    if not hasattr(value, "__float__"):
-        raise TypeError(f"a number is needed, such as 1 or 0.5, got {value!r} of type {type(value).__name__}")
     real = float(value)
     if not math.isfinite(real):
         raise ValueError(f"a finite number is needed, got {real}")

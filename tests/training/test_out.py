@@ -210,6 +210,16 @@ def test_a_fresh_start_moves_all_of_an_earlier_run_out_of_the_way_and_says_so(tm
     )
 
 
+def test_a_run_that_saved_nothing_begins_anew_and_says_what_saves_sooner(tmp_path, capsys):
+    """It was killed before its first snapshot, and the same command is given again."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="failed at initialize"):
+            run(tmp_path, extensions.snapshot(autoload=True), failing("initialize"))
+    printed = capsys.readouterr().out
+    assert "ended before anything was saved: this one begins anew, and run.json moved to" in printed
+    assert 'give snapshot() a shorter trigger, such as (300, "second")' in printed
+
+
 def test_what_others_have_put_there_stays_where_it_is(tmp_path, everything):
     """Also under names that are nearly those of the run, and in dot files."""
     others = [".env", "image_x", "image_1.bak", "log.txt", "mlp.model", "notes", "snapshot_iter_old", "snapshot_iter_1.bak"]

@@ -313,7 +313,15 @@ class Run:
         if not has_begun:
             if written:
                 archive = directory.move(list(written), "previous")
-                info(f"{store} holds an earlier run: {list_names(written, 6)} moved to {archive}")
+                saves = any(entry.optional("autoload") for entry in trainer.entries)
+                if not saves or any(saved_at is not None for saved_at in written.values()):
+                    info(f"{store} holds an earlier run: {list_names(written, 6)} moved to {archive}")
+                else:
+                    info(
+                        f"{store} holds an earlier run, which ended before anything was saved: this one begins anew, and "
+                        f"{list_names(written, 6)} moved to {archive}. For less to be lost, give snapshot() a shorter "
+                        'trigger, such as (300, "second")'
+                    )
             write_record(trainer, {}, names, loaded.changes, self._notes)
             return []
         done = self.commands.done
