@@ -91,8 +91,8 @@ class Snapshot(Extension):
         keep_best: the key of a reported value and a number, such as ``("validation/main/loss", 3)``: so many are kept of all
             that were taken, those with the best means of the value since the trigger last fired. Of equal ones the
             earlier is better, and what is not finite never is. A fixed name leads to the best, and is absent as long as none
-            has a value. One that is not among them is not written, except for the newest ``n_retains``, which are kept beside them: by default none, or with
-            ``autoload`` one.
+            has a value. One that is not among them is not written, except for the newest ``n_retains``, which are kept
+            beside them: by default none, or with ``autoload`` one.
         mode: ``"max"`` if greater is better, ``"min"`` if less; ``"auto"`` where the key of ``keep_best`` says it, as for
             `EarlyStoppingTrigger`.
 
@@ -545,7 +545,7 @@ class Series:
         return "" in self._kept(there | {"": Manifest("", iteration, {}, about)})
 
     def leading(self, known: Mapping[str, Manifest]) -> str | None:
-        """Return the snapshot to which a fixed name leads: where they are ranked the best, if one has a value; or the newest."""
+        """Return the snapshot to which a fixed name leads: the best where they are ranked, else the newest."""
         names = sorted(known, key=lambda name: (-known[name].iteration, name))
         in_turn = [name for name in names if _FINAL not in known[name].about]
         ranked = [retention.rank(in_turn, known) for retention in self.retention.values() if retention.best]
