@@ -89,6 +89,15 @@ def build(out, stop=None, seed=0, accumulate=1, device=None, **settings):
     return trainer, data, fired
 
 
+def resumed(out):
+    """A trainer that continues another in memory after four of eight iterations, made with another seed."""
+    first, *_ = build(f"{out}/first", stop=(4, "iteration"))
+    first.run()
+    made = build(f"{out}/second", stop=(8, "iteration"), seed=5)
+    made[0].load_state_dict(first.state_dict())
+    return made
+
+
 def outcome(trainer, data, fired):
     """All that an interrupted run must have in common with an uninterrupted one, as plain values."""
     updater = trainer.updater

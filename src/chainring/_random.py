@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -255,7 +255,10 @@ preserve_host_rng = partial(preserve_rng, _take_host)
 """Restores the generators of Python, NumPy and torch on the CPU, for code that runs there: datasets and loaders."""
 
 
-def draws_in_cudnn(module: torch.nn.Module) -> bool:
+WITHOUT_CUDNN = "put nn.Dropout between layers of one each, or set torch.backends.cudnn.enabled = False"
+
+
+def draws_in_cudnn(module: torch.nn.Module) -> TypeGuard[torch.nn.RNNBase]:
     """Return True for a recurrent layer whose dropout does not come from the generator of the device."""
     if not isinstance(module, torch.nn.RNNBase) or module.dropout == 0 or module.num_layers < 2:
         return False

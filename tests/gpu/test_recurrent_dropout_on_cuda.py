@@ -43,9 +43,9 @@ def test_a_run_says_that_it_does_not_go_on_with_the_same_numbers(tmp_path, cudnn
         trainer.rehearse()
 
 
-def test_virtual_ranks_refuse_it(tmp_path, cudnn):
+def test_virtual_ranks_refuse_it_when_the_updater_is_made(tmp_path, cudnn):
     with pytest.raises(ValueError, match="all virtual ranks would share"):
-        trainer_of(tmp_path, virtual_ranks=2, num_layers=2, dropout=0.5).run()
+        trainer_of(tmp_path, virtual_ranks=2, num_layers=2, dropout=0.5)
 
 
 @pytest.mark.parametrize("settings", [{"num_layers": 2}, {"num_layers": 1}])

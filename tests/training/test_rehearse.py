@@ -92,10 +92,7 @@ def test_a_rehearsal_of_a_resumed_run_leaves_no_trace(tmp_path):
     """What was loaded, the random generators of the first update included, is still there afterwards."""
     outcomes = []
     for rehearses in (False, True):
-        first, *_ = resume_program.build(str(tmp_path / "first"), stop=(4, "iteration"))
-        first.run()
-        trainer, data, fired = resume_program.build(str(tmp_path / "second"), stop=(8, "iteration"), seed=5)
-        trainer.load_state_dict(first.state_dict())
+        trainer, data, fired = resume_program.resumed(tmp_path)
         if rehearses:
             trainer.rehearse()
             data.consumed.clear()

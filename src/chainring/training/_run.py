@@ -380,12 +380,8 @@ def prepare(trainer: Trainer) -> None:
         for path, module in named_submodules(name, model):
             trainer.reporter.add_observer(path, module)
             if isinstance(module, torch.nn.RNNBase) and _random.draws_in_cudnn(module):
-                layer = f"{path} is {type(module).__name__}(dropout={module.dropout:g})"
-                text = f"{layer}, for which cuDNN draws from a state that "
-                remedy = "put nn.Dropout between layers of one each, or set torch.backends.cudnn.enabled = False"
-                if getattr(updater, "virtual_ranks", None) is not None:
-                    raise ValueError(f"{text}all virtual ranks would share: {remedy}")
-                warn(f"{text}no snapshot has, so that a resumed run draws other numbers: {remedy}")
+                text = f"{path} is {type(module).__name__}(dropout={module.dropout:g}), for which cuDNN draws from a state"
+                warn(f"{text} that no snapshot has, so that a resumed run draws other numbers: {_random.WITHOUT_CUDNN}")
     for iterator in updater.get_all_iterators().values():
         share_among_ranks(iterator, comm, getattr(updater, "virtual_ranks", None))
         size = iterator.progress[2] if isinstance(iterator, IndexedIterator) and iterator.repeat else None

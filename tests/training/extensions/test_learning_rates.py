@@ -82,10 +82,7 @@ def test_a_search_before_a_resumed_run_leaves_no_trace(tmp_path):
     """What was loaded, the random generators of the first update included, is still there afterwards."""
     outcomes = []
     for searches in (False, True):
-        first, *_ = resume_program.build(str(tmp_path / "first"), stop=(4, "iteration"))
-        first.run()
-        trainer, data, fired = resume_program.build(str(tmp_path / "second"), stop=(8, "iteration"), seed=5)
-        trainer.load_state_dict(first.state_dict())
+        trainer, data, fired = resume_program.resumed(tmp_path)
         if searches:
             find_learning_rate(trainer, count=20, strict=False)  # its data take down what is asked for
             data.consumed.clear()

@@ -31,7 +31,7 @@ from chainring._distributed.sharding import (
 from chainring._distributed.virtual_ranks import Deal, TreeSum
 from chainring._messages import warn
 from chainring._naming import unwrap
-from chainring._random import is_generator
+from chainring._random import WITHOUT_CUDNN, draws_in_cudnn, is_generator
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import own_states
@@ -551,6 +551,9 @@ def _check_module(what: str, module: nn.Module) -> None:
             f"a virtual rank looks up to max_norm={max_norm}: leave max_norm out, and scale once an update, UpdateCallbacks("
             f"update_on_finish=lambda context: layer.weight.data.renorm_({module.norm_type}, 0, {max_norm}))"
         )
+    if draws_in_cudnn(module):
+        text = f"{what}(dropout={module.dropout:g}), for which cuDNN draws from a state that all virtual ranks would share"
+        raise ValueError(f"{text}: {WITHOUT_CUDNN}")
     if isinstance(module, nn.SyncBatchNorm):
         raise ValueError(
             f"with virtual_ranks each virtual rank has its own statistics of the batch, and {what}, which exchanges them "

@@ -220,6 +220,7 @@ class StandardUpdater(Updater):
         check_sharding(self.comm, models)
         if self.comm.size > 1 or virtual_ranks is not None:
             check_dense(models, optimizers)
+        move(models.values(), self.device, optimizers.values())
         if virtual_ranks is not None:
             from chainring.training.updaters._virtual_state import check_virtual_ranks
 
@@ -227,7 +228,6 @@ class StandardUpdater(Updater):
             check_carried(loss_func, models)
         check_balance(balance, virtual_ranks, models, iterators)
         prepare_iterators(iterators, self.converter, virtual_ranks, self.comm.size, self.callbacks)
-        move(models.values(), self.device, optimizers.values())
         # What refers back does so weakly, so that the memory of a device is free as soon as an updater is deleted.
         wrapped = WrappedModules(list(models.values()))
         self._scheme = Scheme(
