@@ -7,13 +7,13 @@ other goes on alone, in its process, and its log and model are compared with tho
 """
 
 import argparse
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from os import kill
 from pathlib import Path
 
 from prove import TRAIN, rows
@@ -21,7 +21,7 @@ from prove import TRAIN, rows
 
 def start(out: Path, epochs: int, port: int) -> subprocess.Popen:
     """Start a torchrun with one of two ranks; the first that is started has the store at which they meet."""
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "digits"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-id", "digits"]
     launcher = [
         sys.executable,
         "-m",
@@ -33,7 +33,8 @@ def start(out: Path, epochs: int, port: int) -> subprocess.Popen:
         "--max-restarts",
         "0",
     ]
-    return subprocess.Popen([*launcher, *meeting, TRAIN[1], "--survive", "--out", str(out), "--epoch", str(epochs)])
+    command = [*launcher, *meeting, TRAIN[1], "--survive", "--out", str(out), "--epoch", str(epochs)]
+    return subprocess.Popen(command, env=os.environ | {"PET_RDZV_ENDPOINT": f"localhost:{port}"})
 
 
 def wait_for(what: str, is_there, process: subprocess.Popen, seconds: float = 120) -> None:
@@ -49,7 +50,7 @@ def lose(machine: subprocess.Popen) -> None:
     """Kill a torchrun and the rank that it has started."""
     ranks = subprocess.run(["pgrep", "-P", str(machine.pid)], capture_output=True, text=True).stdout.split()
     for pid in (machine.pid, *map(int, ranks)):
-        kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import signal
 import mlflow
 from program import Options
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from worlds import Row, close_rows, close_values, newest, same
+from worlds import Bench, Row, close_rows, close_values, newest, same
 
 from tries import WrongEndError
 
@@ -55,10 +55,11 @@ def closely(rows):
     return [{key: value for key, value in row.items() if not key.endswith("/drawn")} for row in rows]
 
 
-def lost(bench, number, draw, place):
+def lost(bench, number, draw, place, start=Bench.run, stops=20):
     """Of 2 to 5 ranks, 1 or more are killed, in every third try rank 0, two at once in every fifth; or one is stopped.
 
-    In some tries they are lost while the run starts, as a new one or from a snapshot, and in some when it ends.
+    In some tries they are lost while the run starts, as a new one or from a snapshot, and in some when it ends. `start`
+    runs the ranks; one is stopped in one of so many tries.
     """
     size = 2 + number % 4
     count = 2 if size > 2 and number % 5 == 4 else draw.randint(1, size - 1)
@@ -66,7 +67,7 @@ def lost(bench, number, draw, place):
     moment = draw.randrange(18), draw.uniform(0, 0.05)
     losses = []
     for victim in victims:
-        is_stopped = number % 20 == 10 and not losses
+        is_stopped = number % stops == stops // 2 and not losses
         losses.append((victim, *moment, signal.SIGSTOP if is_stopped else signal.SIGKILL))
         # At once, while the others form their group, or later.
         moment = (moment[0], moment[1] + draw.choice([draw.uniform(0, 0.1), draw.uniform(0.1, 0.6)]))
@@ -97,7 +98,7 @@ def lost(bench, number, draw, place):
     if resumed:
         never = [(0, 1000, 0.0, 0)]  # with the same extensions
         bench.run(place, resumed, Options(survive=resumed > 1, losses=never, iterations=8, **settings)).outcomes()
-    world = bench.run(place, size, Options(survive=True, losses=losses, **settings))
+    world = start(bench, place, size, Options(survive=True, losses=losses, **settings))
     for rank, code in enumerate(world.codes):
         if code != 0 and not (rank in victims and code == -signal.SIGKILL):
             raise WrongEndError(f"with {losses} the ranks ended with codes {world.codes}: {world.outputs()}")

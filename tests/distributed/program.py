@@ -237,7 +237,7 @@ class Befalling(training.Extension):
 
 
 class Lost(training.Extension):
-    """Sends this rank a signal after an iteration, if it is one of those that are lost; after 0 while the run starts."""
+    """Sends this rank, and its torchrun, a signal after an iteration, if it is lost then; after 0 while the run starts."""
 
     trigger = (1, "iteration")
     priority = 999
@@ -253,7 +253,7 @@ class Lost(training.Extension):
 
     def await_loss(self, iteration):
         if (moment := self.moments.pop(iteration, None)) is not None:
-            timer = threading.Timer(moment[0], os.kill, (os.getpid(), moment[1]))
+            timer = threading.Timer(moment[0], os.killpg, (os.getpgrp(), moment[1]))
             timer.daemon = True
             timer.start()
 

@@ -19,6 +19,7 @@ import corruption
 import elastic
 import launched
 import lost
+import machines
 import mishaps
 import resumes
 import slow
@@ -27,7 +28,7 @@ from worlds import Bench
 
 import tries
 
-PARTS = (agreement, resumes, stores, mishaps, elastic, launched, lost, bits, corruption, slow, controls)
+PARTS = (agreement, resumes, stores, mishaps, elastic, launched, lost, machines, bits, corruption, slow, controls)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))

@@ -68,15 +68,20 @@ def drawn(number, worlds, meshes=MESHES):
     return meshes[-1 - turn % len(meshes)] if rest == 3 else worlds[(number - turn) % len(worlds)]
 
 
+def set_up(output, environment):
+    """Gives this process a file for what it prints, and an environment."""
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
+    sys.stdout.reconfigure(line_buffering=True)
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    tempfile.tempdir = None  # the variables say where it is
+
+
 def live(rank, size, port, place, options):
     """The life of a rank."""
     os.setsid()
-    for stream in (1, 2):
-        os.dup2(os.open(f"{place}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
-    sys.stdout.reconfigure(line_buffering=True)
-    torch.set_num_threads(1)
-    os.environ.update(options.environment)
-    tempfile.tempdir = None  # the variables say where it is
+    set_up(f"{place}/output-{rank}", options.environment)
     warnings.simplefilter("error", UserWarning)
     if size > 1:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
@@ -84,6 +89,12 @@ def live(rank, size, port, place, options):
         if options.survive:  # as torchrun's agent, which has the store
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     program.train(options, place)
+
+
+def forget(place):
+    """Removes what the ranks of an earlier run in this place have told."""
+    for told in Path(place).glob("outcome-*"):
+        told.unlink()
 
 
 class World:
@@ -147,19 +158,22 @@ class Bench:
         place.mkdir(parents=True)
         return place
 
+    def start(self, function, *arguments):
+        """A process that calls a function."""
+        process = self._context.Process(target=function, args=arguments)
+        process.start()
+        return process
+
     def run(self, place, size, options):
         """Runs a world to the end of all its ranks; one that is stopped is killed when the others have ended.
 
         Raises:
             WrongEndError: it took longer than any may.
         """
-        for told in Path(place).glob("outcome-*"):
-            told.unlink()
+        forget(place)
         port, began = free_port(), time.monotonic()
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if options.survive else None
-        ranks = [self._context.Process(target=live, args=(r, size, port, str(place), options)) for r in range(size)]
-        for rank in ranks:
-            rank.start()
+        ranks = [self.start(live, rank, size, port, str(place), options) for rank in range(size)]
         ended = [0.0] * size
         try:
             alive = {rank.sentinel: number for number, rank in enumerate(ranks)}

@@ -18,22 +18,24 @@ from chainring.nn import Classifier
 from chainring.parallel import create_communicator
 from chainring.training import extensions
 from chainring.writers import CsvWriter, TensorBoardWriter, Writer
+from ports import free_port
 
 EXAMPLES = [(torch.linspace(0, 1 + i % 3, 4), i % 3) for i in range(24)]
 
 
-def live(rank, size, port, function, *arguments):
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def live(rank, size, where, function, *arguments):
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", **where}
     os.environ.update({name: str(value) for name, value in where.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
     function(create_communicator("cpu", survive=True), *arguments)
 
 
-def end_of(size, function, *arguments):
-    """How each of some ranks ends, whose store is in this process as that of torchrun is in its agent."""
+def end_of(size, function, *arguments, told=lambda port: {"MASTER_PORT": port}):
+    """How each of some ranks ends, whose store is in this process as that of torchrun is in its agent, as they are told."""
     context = multiprocessing.get_context("forkserver")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [context.Process(target=live, args=(rank, size, store.port, function, *arguments)) for rank in range(size)]
+    where = told(store.port)
+    ranks = [context.Process(target=live, args=(rank, size, where, function, *arguments)) for rank in range(size)]
     for rank in ranks:
         rank.start()
     try:
@@ -463,6 +465,22 @@ def test_ranks_are_numbered_anew_in_their_order(tmp_path):
     assert told == [[rank, 3, [[0, True], [2, True], [3, True]], 4.0] for rank in range(3)]
 
 
+def test_ranks_meet_where_their_torchruns_do(tmp_path):
+    """If a variable says where, and not at the torchrun of rank 0, which may be lost; here nothing is at its port."""
+    where = {"MASTER_PORT": free_port()}
+    codes = end_of(4, exchange, tmp_path, told=lambda port: {**where, "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}"})
+    assert codes == [0, -signal.SIGKILL, 0, 0]
+
+
+def test_where_the_torchruns_meet_has_to_be_an_address(monkeypatch):
+    """As torchrun itself takes it; the error says how it is given."""
+    where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PET_RDZV_ENDPOINT": "node1"}
+    for name, value in {**where, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="PET_RDZV_ENDPOINT is 'node1', where a store is: give it as HOST:PORT"):
+        create_communicator("cpu", survive=True)
+
+
 class Breaking:
     """An exchange of PyTorch whose last message reaches all but this rank."""
 
@@ -501,7 +519,7 @@ def test_a_store_inside_of_rank_0_is_refused(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with pytest.raises(ValueError, match="is that of rank 0, and ends with it: start each rank by torchrun"):
+    with pytest.raises(ValueError, match="is that of rank 0, and ends with it: start each rank by a torchrun"):
         create_communicator("cpu", survive=True)
 
 

@@ -38,6 +38,7 @@ class RankInfo(NamedTuple):
     start: str = ""  # the name of this start: the same on all ranks, and another one when they are started again
     address: str = ""  # the machine of rank 0, where the ranks meet; empty if torchrun has a store for them
     port: int = 0
+    is_apart: bool = False  # True if the store at this address is not in the process of rank 0
 
 
 class _Launcher(NamedTuple):
@@ -153,6 +154,7 @@ def create_communicator(
         _check_survival(info, rank_device, mesh, started)
         from chainring._distributed.survival import SurvivingCommunicator  # which few programs need
 
+        info = _where_torchruns_meet(info, os.environ)
         return SurvivingCommunicator(rank_device, info.local_rank, _start(info, rank_device, timeout), timeout)
     _groups_joined += int(started)  # the same number on all ranks, for keys that no earlier communicator has used
     store = store_of_group(f"joined/{_groups_joined}") if started else _start(info, rank_device, timeout)
@@ -180,9 +182,9 @@ def _check_survival(info: RankInfo, device: torch.device, mesh: Any, started: bo
         reason = "on a mesh ranks may have a part of the model or of its state, which is lost with them: leave mesh out"
     elif info.address:
         reason = (
-            "the store through which the ranks meet is that of rank 0, and ends with it: start each rank by torchrun, whose "
-            "agent has one, as `torchrun --nnodes 1:N --nproc-per-node 1 --max-restarts 0 --rdzv-backend c10d "
-            "--rdzv-endpoint HOST:PORT script.py`, where HOST is a machine that stays"
+            "the store through which the ranks meet is that of rank 0, and ends with it: start each rank by a torchrun, as "
+            "`PET_RDZV_ENDPOINT=HOST:PORT torchrun --nnodes 1:N --nproc-per-node 1 --max-restarts 0 --rdzv-backend c10d "
+            "script.py`, where HOST is a machine that stays"
         )
     elif device.type != "cpu":
         reason = (
@@ -191,6 +193,18 @@ def _check_survival(info: RankInfo, device: torch.device, mesh: Any, started: bo
     else:
         return
     raise ValueError(f"survive=True lets ranks go on when others are lost, and {reason}; or leave survive out")
+
+
+def _where_torchruns_meet(info: RankInfo, environment: Mapping[str, str]) -> RankInfo:
+    """Return that ranks meet where their torchruns do, if a variable says where; else the torchrun of rank 0 has a store."""
+    if (endpoint := environment.get("PET_RDZV_ENDPOINT")) is None:
+        return info
+    host, separator, port = endpoint.rpartition(":")
+    if not (separator and port.isdecimal()):
+        raise RuntimeError(f"PET_RDZV_ENDPOINT is {endpoint!r}, where a store is: give it as HOST:PORT to each torchrun")
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # the store may have what earlier runs have published
+    start = "-".join([info.start, *(environment[name] for name in names if name in environment)])
+    return RankInfo(info.rank, info.size, info.local_rank, start, host, int(port), is_apart=True)
 
 
 def _device_of_rank(device: Device, local_rank: int) -> torch.device:
@@ -394,9 +408,13 @@ def _open_store(info: RankInfo, timeout: timedelta) -> Any:
     if not info.address:
         return next(rendezvous("env://", info.rank, info.size, timeout=timeout))[0]
     try:
-        return TCPStore(info.address, info.port, info.size, info.rank == 0, timeout, wait_for_workers=False)
+        has_store = info.rank == 0 and not info.is_apart
+        return TCPStore(info.address, info.port, info.size, has_store, timeout, wait_for_workers=False)
     except DistNetworkError as error:
-        raise RuntimeError(
-            f"the ranks cannot meet at {info.address}, port {info.port}: set MASTER_ADDR to the machine of rank 0, and "
-            f"MASTER_PORT to a port that is free there and can be reached from the others, the same for all: {error}"
-        ) from error
+        remedy = (
+            "let PET_RDZV_ENDPOINT say where the torchruns meet, which then need no --rdzv-endpoint"
+            if info.is_apart
+            else "set MASTER_ADDR to the machine of rank 0, and MASTER_PORT to a port that is free there and can be reached "
+            "from the others, the same for all"
+        )
+        raise RuntimeError(f"the ranks cannot meet at {info.address}, port {info.port}: {remedy}: {error}") from error
