@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from chainring._checks import is_integer, plain
-from chainring._random import stable_hash
+from chainring._random import Indices, stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets.base import Dataset
 from chainring.iterators.base import Iterator, counters_of
@@ -24,36 +23,50 @@ from chainring.serializers.protocol import AbstractSerializer, Serializer, visit
 _LOOK_AHEAD = 1_024  # documents of which those are taken that fit into a row
 _CHUNK = 256  # documents that are fetched at once
 _NONE = -1  # the document of a place that is not used
+_NO_TOKENS = np.empty(0, np.int64)
 _LARGEST_TOKEN = 2**63 - 1
-_PACKED, _OF_ANOTHER_PASS = 1, 2  # by how much more than a row a whole document is taken for that is not to be packed
 
 
-class _Document(NamedTuple):
-    """A document on its way into rows."""
+class _Documents(NamedTuple):
+    """Documents on their way into rows, in the order in which they were fetched."""
 
-    tokens: NDArray[np.integer]
-    length: int  # with its separator
-    number: int  # by which it is known in ``document_ids``
-    position: int  # in the stream of documents, counted from the first
-    epoch: int  # of its pass
+    lengths: Indices  # with their separators
+    numbers: Indices  # by which they are known in ``document_ids``
+    positions: Indices  # in the stream of documents, counted from the first
+    epochs: Indices  # of their passes
+
+    def at(self, rows: Any) -> _Documents:
+        return _Documents(*[column[rows] for column in self])
+
+    def before(self, others: _Documents) -> _Documents:
+        return _Documents(*map(np.concatenate, zip(self, others, strict=True)))
+
+
+_NO_DOCUMENTS = _Documents(*[_NO_TOKENS] * 4)
+
+
+class _Fetch(NamedTuple):
+    """Documents that were fetched together."""
+
+    start: int  # the position of the first
+    before: IndexedIterator  # as it was then
+    tokens: list[NDArray[np.integer]]  # of each
 
 
 class _Position(NamedTuple):
     """Where the next row begins."""
 
-    documents: tuple[_Document, ...] = ()  # fetched and not packed, or not whole; of whole ones some are packed
-    lengths: NDArray[np.int64] | None = None  # of whole ones, see `_Packing`
+    documents: _Documents = _NO_DOCUMENTS  # fetched and not packed, or not whole
     offset: int = 0  # of the first of them, how many tokens are packed
     packed: int = 0  # documents that are packed to their end
-    # From that of the first waiting document on: where fetches together began, and the iterator as it was before each.
-    fetches: tuple[tuple[int, IndexedIterator], ...] = ()
+    fetches: tuple[_Fetch, ...] = ()  # from that of the first waiting document on
     fetched: int = 0  # documents
 
-    def waiting(self, row: int) -> list[int]:
-        """Return the positions in the stream of the documents that are not packed, into rows of this length."""
-        if self.lengths is None:
-            return [document.position for document in self.documents]
-        return [self.documents[at].position for at in np.flatnonzero(self.lengths != row + _PACKED).tolist()]
+    @property
+    def waiting(self) -> list[int]:
+        """The positions in the stream of the documents that are not packed."""
+        waiting: list[int] = self.documents.positions.tolist()
+        return waiting
 
 
 class _Saved(NamedTuple):
@@ -192,7 +205,7 @@ class PackingIterator(Iterator):
 
     def batch_end(self) -> Any:
         self._take_up_saved()
-        return self.at.packed, self.at.offset, *self.at.waiting(self.length)[:1]
+        return self.at.packed, self.at.offset, *self.at.waiting[:1]
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         return stable_hash(self.seed, self.length, self.split, *start, "to", *stop)
@@ -211,11 +224,11 @@ class PackingIterator(Iterator):
             raise ValueError(
                 f"the saved run had split={not self.split} {name}; a position in one means nothing in the other"
             )
-        first, source = at.fetches[0] if at.fetches else (at.fetched, self.source)
+        first, source = at.fetches[0][:2] if at.fetches else (at.fetched, self.source)
         serializer.visit("source", source if isinstance(serializer, Serializer) else self.source)
         saved = _Saved(
             serializer("first", first),
-            serializer("waiting", at.waiting(self.length)),
+            serializer("waiting", at.waiting),
             serializer("offset", at.offset),
             serializer("packed", at.packed),
             serializer("fetched", at.fetched),
@@ -230,11 +243,11 @@ class PackingIterator(Iterator):
             return
         saved, self._saved = self._saved, None
         self.at = _Position(fetched=saved.first)
-        packing, waits = _Packing(self), set(saved.waiting)
+        packing = _Packing(self)
         while packing.fetched < saved.fetched and packing.fetch():
             pass
-        documents = tuple(document for document in packing.waiting if document.position in waits)
-        self.at = _Position(documents, None, saved.offset, saved.packed, tuple(packing.fetches), packing.fetched)
+        documents = packing.documents.at(np.isin(packing.documents.positions, saved.waiting))
+        self.at = _Position(documents, saved.offset, saved.packed, tuple(packing.fetches), packing.fetched)
 
 
 class _Packing:
@@ -242,37 +255,29 @@ class _Packing:
 
     def __init__(self, iterator: PackingIterator) -> None:
         self._iterator, at = iterator, iterator.at
-        self.waiting, self._offset, self._packed = list(at.documents), at.offset, at.packed
+        self.documents, self._offset, self._packed = at.documents, at.offset, at.packed
         self.fetches, self.fetched = list(at.fetches), at.fetched
+        self._separator = None if iterator.separator is None else np.array([iterator.separator])
         self._tokens: list[NDArray[np.integer]] = []  # of all rows, one after the other
-        self._pieces: list[int] = []  # three for each: of which document, how many tokens, and how many are before them
-        self._separator = np.array([iterator.separator or 0])
-        self._head = 0  # with split documents, how many of those that wait are packed
-        # With whole ones, their lengths, and more than fits where one is packed already, or of another pass.
-        self._epoch = self.waiting[0].epoch if self.waiting else None
-        if at.lengths is None:
-            self._lengths = self._lengths_of([] if iterator.split else self.waiting)
-        else:
-            self._lengths = at.lengths.copy()
-        self._gaps = int((self._lengths == iterator.length + _PACKED).sum())  # where documents were, that are packed
-        self._empty = 0  # documents without tokens that were fetched last
+        self._pieces: list[Any] = []  # of which document, how many tokens, and how many of it are before them
+        # With whole documents:
+        self._lengths = np.zeros(1, np.int64)  # of those of this pass, more than a row if one is packed; and of none
+        self._first = self._shortest = 0  # none before waits, and none is shorter
+        self._chosen: list[int] = []  # of these lengths, in rows that each end with that of none
+        self._left: list[int] = []  # places of these rows that are not used
+        self._n_empty = 0  # documents without tokens that were fetched last
 
     def fill(self) -> int:
         """Find the pieces of documents that are the rows of a batch; return how many rows there are."""
-        if self._iterator.split:
-            return self._fill_in_turn()
-        rows = 0
-        while rows < self._iterator.batch_size and (used := self._fill_by_length()):
-            rows += 1
-            self._fill_up(used)
-        return rows
+        return self._fill_in_turn() if self._iterator.split else self._fill_by_length()
 
     def write(self, rows: int) -> Iterable[NDArray[np.int64]]:
         """Return the ids, documents and positions of the rows that were filled."""
-        documents, counts, firsts = np.array(self._pieces, np.int64).reshape(-1, 3).T
+        documents, counts, firsts = np.concatenate(self._pieces, axis=1)
         ids = np.concatenate(self._tokens, dtype=np.int64, casting="unsafe")
         numbers = documents.repeat(counts)
-        positions = self._iterator.counts[: len(ids)] - (counts.cumsum() - counts - firsts).repeat(counts)
+        positions = (counts.cumsum() - counts - firsts).repeat(counts)
+        np.subtract(self._iterator.counts[: len(ids)], positions, positions)
         if _NONE in documents:
             positions[numbers == _NONE] = 0
         return (array.reshape(rows, -1) for array in (ids, numbers, positions))
@@ -280,108 +285,134 @@ class _Packing:
     def _fill_in_turn(self) -> int:
         used, length, epoch = 0, self._iterator.length, None
         places = self._iterator.batch_size * length
-        while used < places and (self._head < len(self.waiting) or self.fetch()):
-            document = self.waiting[self._head]
-            if document.epoch != epoch and (left := -used % length):
+        while used < places and (len(self.documents.lengths) or self.fetch()):
+            documents = self.documents
+            if documents.epochs[0] != epoch and (left := -used % length):
+                self._leave(left)
                 used += left
-                self._fill_up(length - left)
                 continue
-            epoch, first = document.epoch, self._offset
-            count = min(document.length - first, places - used)
-            self._add(document, first, count)
-            used += count
-            self._offset += count
-            if self._offset == document.length:
-                self._offset = 0
-                self._head += 1
-                self._packed += 1
-        self._fill_up(used % length or length)
+            epoch = documents.epochs[0]
+            ends = documents.lengths.cumsum() + (used - self._offset)
+            starts = ends - documents.lengths
+            count = int(min(starts.searchsorted(places), np.count_nonzero(documents.epochs == epoch)))
+            is_cut = int(ends[count - 1]) > places
+            used = min(places, int(ends[count - 1]))
+            firsts = np.zeros(count, np.int64)
+            firsts[0] = self._offset
+            counts = np.minimum(ends[:count], places) - starts[:count] - firsts
+            tokens = self._find_tokens(documents.positions[:count])
+            tokens[-1] = tokens[-1][: firsts[-1] + counts[-1]]
+            tokens[0] = tokens[0][self._offset :]
+            self._put(tokens, (documents.numbers[:count], counts, firsts), [count - 1] if is_cut else [])
+            self._offset = places - int(starts[count - 1]) if is_cut else 0
+            self._packed += count - is_cut
+            self.documents = self.documents.at(slice(count - is_cut, None))
+        self._leave(-used % length)
         return -(-used // length)
 
-    def _fill_up(self, used: int) -> None:
+    def _leave(self, places: int) -> None:
         """Leave the rest of a row unused."""
-        if left := self._iterator.length - used:
-            self._tokens.append(np.zeros(left, np.int64))
-            self._pieces += (_NONE, left, 0)
+        if places:
+            self._put([np.zeros(places, np.int64)], ((_NONE,), (places,), (0,)), [0])
+
+    def _put(self, tokens: list[NDArray[np.integer]], pieces: Any, unended: Iterable[int]) -> None:
+        """Put pieces of documents behind those that there are, with separators but for those that do not end."""
+        if self._separator is not None:
+            parts = [self._separator] * (2 * len(tokens))
+            parts[::2] = tokens
+            for place in unended:
+                parts[2 * place + 1] = _NO_TOKENS
+            tokens = parts
+        self._tokens += tokens
+        self._pieces.append(pieces)
+
+    def _find_tokens(self, positions: Indices) -> list[NDArray[np.integer]]:
+        """Return the tokens of documents that were fetched."""
+        starts = np.array([fetch.start for fetch in self.fetches])
+        owners = starts.searchsorted(positions, "right") - 1
+        places = zip(owners.tolist(), (positions - starts[owners]).tolist(), strict=True)
+        return [self.fetches[owner].tokens[place] for owner, place in places]
 
     def _fill_by_length(self) -> int:
-        used, length, packed = 0, self._iterator.length, self._packed
-        self._look_ahead()
+        rows, length = 0, self._iterator.length
+        while rows < self._iterator.batch_size and self._look_ahead():
+            lengths, left, none = self._lengths, length, len(self._lengths) - 1
+            while lengths.item(self._first) > length:
+                self._first += 1
+            at = self._first  # which fits into an empty row
+            while at < none:
+                left -= lengths.item(at)
+                lengths[at] = length + 1
+                self._chosen.append(at)
+                at += 1  # none before fits, and often the next does
+                if lengths.item(at) > left:
+                    at = none if left < self._shortest else int((lengths <= left).argmax())
+            if left < length:  # otherwise they are all empty
+                self._chosen.append(none)
+                self._left.append(left)
+                rows += 1
+        self._take_chosen()
+        return rows
+
+    def _look_ahead(self) -> bool:
+        """Fetch documents of the pass until enough wait, or if none is left of it, of the next; return if there are any."""
+        of_pass, known, chosen = len(self._lengths) - 1, len(self.documents.lengths), len(self._chosen) - len(self._left)
+        if chosen < of_pass and (known - chosen >= _LOOK_AHEAD or known > of_pass):
+            return True
+        self._take_chosen()
         while True:
-            fits = self._lengths <= length - used
-            at = int(fits.argmax()) if len(fits) else 0
-            if not len(fits) or not fits[at]:
-                if used or self._packed == packed:
-                    return used
-                packed = self._packed  # of empty documents, behind which there may be others
-                self._look_ahead()
-                continue
-            document = self.waiting[at]
-            self._add(document, 0, document.length)
-            used += document.length
-            self._lengths[at] = length + _PACKED
-            self._packed += 1
-            self._gaps += 1
-
-    def _add(self, document: _Document, first: int, count: int) -> None:
-        """Put some tokens of a document behind those that there are."""
-        tokens = document.tokens if count == document.length else document.tokens[first : first + count]
-        self._tokens.append(tokens)
-        if len(tokens) < count:
-            self._tokens.append(self._separator)
-        self._pieces += (document.number, count, first)
-
-    def _look_ahead(self) -> None:
-        """Fetch documents of the pass until enough wait; if none is left of it, go on to the next."""
-        if self._gaps == len(self.waiting) or not (self._lengths <= self._iterator.length).any():
-            self._close_gaps()
-            if self.waiting or self.fetch():
-                self._epoch = self.waiting[0].epoch
-                self._lengths = self._lengths_of(self.waiting)
-        elif self._gaps > _LOOK_AHEAD // 4:
-            self._close_gaps()
-        while self.waiting and self.waiting[-1].epoch == self._epoch and len(self.waiting) - self._gaps < _LOOK_AHEAD:
-            known = len(self.waiting)
-            if not self.fetch():
+            epochs = self.documents.epochs
+            of_pass = int(np.count_nonzero(epochs == epochs[:1]))
+            if of_pass < len(epochs) or len(epochs) >= _LOOK_AHEAD or not self.fetch():
                 break
-            self._lengths = np.concatenate([self._lengths, self._lengths_of(self.waiting[known:])])
+        lengths = self.documents.lengths[:of_pass]
+        self._lengths, self._first = np.append(lengths, 0), 0
+        self._shortest = int(lengths.min(initial=self._iterator.length))
+        return of_pass > 0
 
-    def _lengths_of(self, documents: Sequence[_Document]) -> NDArray[np.int64]:
-        other = self._iterator.length + _OF_ANOTHER_PASS
-        lengths = [document.length if document.epoch == self._epoch else other for document in documents]
-        return np.array(lengths, np.int64)
-
-    def _close_gaps(self) -> None:
-        left = np.flatnonzero(self._lengths != self._iterator.length + _PACKED)
-        self.waiting, self._lengths, self._gaps = [self.waiting[at] for at in left.tolist()], self._lengths[left], 0
+    def _take_chosen(self) -> None:
+        """Put the documents that were chosen into the rows."""
+        if not self._chosen:
+            return
+        chosen, none = np.array(self._chosen), len(self._lengths) - 1
+        ends = np.flatnonzero(chosen == none)
+        packed = self.documents.at(np.minimum(chosen, none - 1))
+        tokens, counts, numbers = self._find_tokens(packed.positions), packed.lengths, packed.numbers
+        counts[ends], numbers[ends] = self._left, _NONE
+        for place, left in zip(ends.tolist(), self._left, strict=True):
+            tokens[place] = np.zeros(left, np.int64)
+        self._put(tokens, (numbers, counts, np.zeros_like(counts)), ends.tolist())
+        waits = np.ones(len(self.documents.lengths), bool)
+        waits[chosen[chosen < none]] = False
+        self.documents = self.documents.at(np.flatnonzero(waits))
+        self._packed += len(chosen) - len(ends)
+        self._chosen, self._left, self._lengths = [], [], self._lengths[-1:]
 
     def fetch(self) -> bool:
         """Fetch documents; return False if there are no more."""
         iterator, source = self._iterator, self._iterator.source
         before, began, (epoch, position, _) = copy.copy(source), source.batch_end(), source.progress
-        size = iterator.pass_size
         try:
             examples = list(next(source))
         except StopIteration:
             return False
         numbers: Any = source.indices_since(began)
-        first = epoch * size + position  # in passes, which a mixture has only of each source
-        self.fetches.append((self.fetched, before))
-        of_separator, longest = iterator.separator is not None, math.inf if iterator.split else iterator.length
-        of_pass, is_mixture = 0, isinstance(source, MixtureIterator)
-        for index, (example, number) in enumerate(zip(examples, numbers.tolist(), strict=True)):
-            tokens = _tokens_of(example, number)
-            length = len(tokens) + of_separator
-            if length > longest:
-                its = "" if iterator.separator is None else " with its separator"
-                raise ValueError(
-                    f"a document is not longer than a row with split=False, and document {number} has {length} tokens{its}, "
-                    f"a row {iterator.length}; give split=True or a larger length, or cut it before"
-                )
-            self._empty = 0 if length else self._empty + 1
-            if not is_mixture:
-                of_pass = (first + index) // size
-            self.waiting.append(_Document(tokens, length, number, self.fetched + index, of_pass))
+        tokens = list(map(_tokens_of, examples, numbers.tolist()))
+        lengths = np.fromiter(map(len, tokens), np.int64, len(tokens)) + (iterator.separator is not None)
+        if not iterator.split and lengths.max() > iterator.length:
+            at = int((lengths > iterator.length).argmax())
+            its = "" if iterator.separator is None else " with its separator"
+            raise ValueError(
+                f"a document is not longer than a row with split=False, and document {numbers[at]} has {lengths[at]} "
+                f"tokens{its}, a row {iterator.length}; give split=True or a larger length, or cut it before"
+            )
+        filled = np.flatnonzero(lengths)
+        self._n_empty = len(lengths) - 1 - int(filled[-1]) if len(filled) else self._n_empty + len(lengths)
+        counted = np.arange(len(lengths))
+        of_pass = epoch * iterator.pass_size + position + counted  # in passes, which a mixture has only of each source
+        epochs = np.zeros_like(counted) if isinstance(source, MixtureIterator) else of_pass // iterator.pass_size
+        self.documents = self.documents.before(_Documents(lengths, numbers, self.fetched + counted, epochs))
+        self.fetches.append(_Fetch(self.fetched, before, tokens))
         self.fetched += len(examples)
         self._refuse_empty_passes()
         return True
@@ -389,26 +420,22 @@ class _Packing:
     def _refuse_empty_passes(self) -> None:
         """Refuse a pass of empty documents alone, where one with tokens would be looked for without end."""
         source = self._iterator.source
-        if not self._empty or not source.repeat:
+        if not self._n_empty or not source.repeat:
             return
         weights = source.weights.values() if isinstance(source, MixtureIterator) else ()
         least = min(filter(None, weights), default=1.0)  # the source of this weight is the last to end its pass
-        if self._empty * least > 2 * self._iterator.pass_size + 1:  # of any two passes that begin anywhere, one is whole
+        if self._n_empty * least > 2 * self._iterator.pass_size + 1:  # of any two passes that begin anywhere, one is whole
             raise ValueError(
-                f"a row takes tokens, and the last {self._empty} documents, which is all of a pass, have none; see why they "
-                "are empty, or give a separator"
+                f"a row takes tokens, and the last {self._n_empty} documents, which is all of a pass, have none; see why "
+                "they are empty, or give a separator"
             )
 
     def position(self) -> _Position:
         """Return where the next row begins."""
-        waiting, at, lengths = tuple(self.waiting[self._head :]), 0, None
-        if not self._iterator.split:
-            lengths, at = self._lengths, int((self._lengths != self._iterator.length + _PACKED).argmax()) if waiting else 0
-        has_any = self._gaps < len(waiting)
-        first = waiting[at].position if has_any else self.fetched
-        starts = [start for start, _ in self.fetches if start <= first]
-        fetches = [fetch for fetch in self.fetches if has_any and fetch[0] >= starts[-1]]
-        return _Position(waiting, lengths, self._offset, self._packed, tuple(fetches), self.fetched)
+        waiting = self.documents.positions
+        ends = [*[fetch.start for fetch in self.fetches[1:]], self.fetched]
+        fetches = [fetch for fetch, end in zip(self.fetches, ends, strict=True) if len(waiting) and waiting[0] < end]
+        return _Position(self.documents, self._offset, self._packed, tuple(fetches), self.fetched)
 
 
 def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
