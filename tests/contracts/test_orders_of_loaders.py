@@ -255,7 +255,7 @@ REFUSED = {
 def test_a_pass_of_other_batches_is_refused(form):
     """Before the first update of the resumed run, amid a pass; from its end another one may begin."""
     before, after = REFUSED[form]
-    with pytest.raises(ValueError, match=r"gives other batches than in the saved run: the last of the \d .*end of an epoch"):
+    with pytest.raises(ValueError, match=r"gives other batches than before: the last of the \d .*end of an epoch"):
         continued(after, saved_after(before, 6), 1)
     length = 9 if isinstance(after(), list) else 4
     assert continued(after, saved_after(before, length), 1)

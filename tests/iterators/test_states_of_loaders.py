@@ -2,7 +2,8 @@
 
 import warnings
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -437,25 +438,83 @@ class ReadingOn(IterableDataset):
         self.position = state["position"]
 
 
+class Elsewhere(IterableDataset):
+    """Reads on from where another object stands: an iterator, or a tensor that processes share."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __iter__(self):
+        for _ in range(6):
+            yield next(self.held) if hasattr(self.held, "__next__") else self.held.add_(1).clone()
+
+
 class BeginningAgain(ReadingOn):
     def __iter__(self):
         self.position = 0
         return super().__iter__()
 
 
-def test_a_stream_that_reads_on_is_named_when_its_second_pass_begins():
-    """A snapshot between two passes has nothing of where it stands; the remedy is in the same line, once."""
-    iterator = LoaderIterator(DataLoader(ReadingOn(), 2))
-    batches_of(iterator, 3)
-    with pytest.warns(UserWarning, match=r"goes on from position of ReadingOn.*StatefulDataLoader") as caught:
-        batches_of(iterator, 6)
-    assert len(caught) == 1
+READING_ON = {
+    "a number of its own": lambda: DataLoader(ReadingOn(), 2),
+    "an iterator": lambda: DataLoader(Elsewhere(count()), 2),
+    "an own loader": lambda: Elsewhere(torch.zeros(2)),
+    "workers that share a tensor": lambda: DataLoader(Elsewhere(torch.zeros(1).share_memory_()), 2, num_workers=1),
+}
 
 
-@pytest.mark.parametrize("loader", [DataLoader(BeginningAgain(), 2), DataLoader([1.0, 2.0, 3.0], 2)])
-def test_passes_that_begin_at_the_same_place_are_not_named(loader):
-    """Warnings are errors here."""
-    batches_of(LoaderIterator(loader), 9)
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("make", READING_ON.values(), ids=READING_ON)
+def test_a_stream_that_reads_on_without_a_state_is_refused_between_two_passes(make, passes):
+    """Wherever its position is; a snapshot has nothing of it, and the run would begin with the first examples again."""
+    first, second = LoaderIterator(make()), LoaderIterator(make())
+    while first.epoch < passes:
+        next(first)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match=r"begun twice, differs.*give the dataset state_dict\(\).*StatefulDataLoader"):
+        next(second)
+
+
+def test_a_rehearsal_refuses_a_stream_that_reads_on(tmp_path):
+    """Before the run, which a resume would end; of one that begins again it names what would save a position."""
+    for dataset in (ReadingOn(), BeginningAgain()):
+        model, loader = nn.Linear(1, 1), DataLoader(dataset, 2, collate_fn=lambda rows: torch.tensor(rows)[:, None])
+        optimizer = torch.optim.SGD(model.parameters())
+        updater = StandardUpdater(loader, optimizer, model, loss_func=lambda model, x: model(x).mean())
+        trainer = Trainer(updater, (2, "epoch"), str(tmp_path))
+        if type(dataset) is ReadingOn:
+            with pytest.raises(ValueError, match="begun twice, differs"):
+                trainer.rehearse()
+        else:
+            with pytest.warns(UserWarning, match=r"dataset.position: state_dict\(\) and .* of the dataset, and torchdata's"):
+                trainer.rehearse()
+
+
+@pytest.mark.parametrize("taken", [2, 3, 6])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(BeginningAgain(), 2),
+        lambda: DataLoader(ReadingOn(), 2, num_workers=1),
+        lambda: DataLoader(BeginningAgain(), 2, collate_fn=torch.tensor),
+    ],
+    ids=["an own position", "a copy in a worker", "a function of the user"],
+)
+@pytest.mark.filterwarnings("ignore:.*fetches . batches again")
+def test_a_stream_whose_passes_begin_at_the_same_place_goes_on(make, taken):
+    """At every batch, the last of a pass too."""
+    first, second = LoaderIterator(make()), LoaderIterator(make())
+    list(islice(first, taken))
+    second.load_state_dict(first.state_dict())
+    assert batches_of(second, 5) == batches_of(first, 5)
+
+
+def test_who_does_not_mind_says_so():
+    """A function returns each pass, and what it returns is not asked for a place."""
+    first, second = (LoaderIterator(partial(iter, DataLoader(ReadingOn(), 2))) for _ in range(2))
+    batches_of(first, 3)
+    second.load_state_dict(first.state_dict())
+    assert batches_of(second, 1) == [[1.0, 2.0]]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata

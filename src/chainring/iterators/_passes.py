@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Iterator as PythonIterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from traceback import walk_tb
@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import fetch as torch_fetch
 
-from chainring._callables import defined_by
 from chainring._messages import warn
 from chainring._random import (
     digest,
@@ -83,6 +82,12 @@ class Source:
         return None
 
     @property
+    def is_stream(self) -> bool:
+        """True if it is not known where its passes begin: it has no indices, and may be iterated again."""
+        is_known = self.n_examples is not None or type(self.loader) in (list, tuple) or callable(self.loader)
+        return not (is_known or self.is_single_pass or self.inexactness)
+
+    @property
     def samplers(self) -> list[Any]:
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         samplers = getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
@@ -125,9 +130,6 @@ class Source:
             return source_of(self.loader()).begin(releases)
         return iter(self.loader)
 
-    def watch_place(self, name: str) -> None:
-        """After the first batch of a pass, and without a state: say of a stream that it reads on."""
-
 
 class TorchLoader(Source):
     """A `DataLoader`, or a loader with its attributes, such as torchdata's."""
@@ -137,7 +139,6 @@ class TorchLoader(Source):
         self.n_workers = loader.num_workers
         dataset: Any = getattr(loader, "dataset", None)
         is_plain = isinstance(dataset, IterableDataset) and not hasattr(dataset, "_ex_iterable")
-        self._place: dict[str, Any] | None = None  # what a stream keeps in this process, after the first batch of a pass
         self._dataset = Source(dataset) if is_plain else source_of(dataset)  # litData's has num_workers too
         # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
         self._samplers_draw = not all(is_defined_in(sampler, "torch.utils.data") for sampler in self.samplers)
@@ -192,27 +193,6 @@ class TorchLoader(Source):
             return iter(loader)
         finally:
             vars(loader).update(settings)
-
-    def watch_place(self, name: str) -> None:
-        dataset = getattr(self.loader, "dataset", None)
-        if self.n_workers or not isinstance(dataset, IterableDataset) or self._place == {}:
-            return
-        if hasattr(dataset, "set_epoch"):  # which tells a resumed run's where it is
-            return
-        kinds = [kind for kind in type(dataset).__mro__[::-1] if defined_by(kind) == "user"]
-        values = {key: value for held in (*kinds, dataset) for key, value in vars(held).items() if kinds}
-        before, self._place = self._place, {key: value for key, value in values.items() if type(value) in (int, float, str)}
-        if before is None:
-            return
-        changed = [key for key, value in before.items() if self._place.get(key) != value]
-        self._place = {}
-        if changed:
-            what = f"{' and '.join(changed)} of {type(dataset).__name__}, which no snapshot has"
-            warn(
-                f"each pass of iterator {name!r} goes on from {what}: a resumed run begins again. Give the dataset "
-                "state_dict() and load_state_dict(state), and use torchdata's StatefulDataLoader, which saves them; "
-                "or let each pass begin at the same place"
-            )
 
 
 class Stream(Source):
@@ -451,8 +431,6 @@ class Passes:
         self.position = Position(passes, taken + 1, generators, start)
         if taken == 0 and self._is_checked and self.uses_state:
             self._other_state = self._get_state()
-        if taken == 0 and self._state is None and self._owner.repeat:
-            self.source.watch_place(self._owner.name)
         return batch
 
     def _take_together(self) -> Batch:
@@ -604,6 +582,22 @@ class Passes:
         self.position = Position(passes - (taken > 0), 0, generators)
         if taken:
             self._fetch_again(taken, marks, is_of_start)
+        elif passes and state is None:
+            self.check_beginning()
+
+    def check_beginning(self) -> None:
+        """Refuse a stream without a state whose next pass does not begin twice with one batch, as a resumed run needs."""
+        if not self.source.is_stream or self._state is not None or not self._owner.repeat:
+            return
+        (passes, _, generators, *_), marks = self.position, []
+        with suppress(StopIteration):
+            for _ in range(2):
+                self.restart(passes, generators)
+                self.begin()
+                marks.append(_order.marks_of(self._fetch()))
+        self.restart(passes, generators)
+        if len(marks) == 2:
+            self._compare(marks[0], marks[1], "the first batch of an epoch, which was begun twice,")
 
     def _set_state(self, state: Any) -> None:
         assert self._state is not None
@@ -618,9 +612,13 @@ class Passes:
             if lacks is None and from_state:
                 lacks = "its position: it is the same after a batch and after several"
             why = f"{kind} has no state_dict" if lacks is None else f"the state of {kind} lacks {lacks}"
+            is_short = self._owner.epoch_length is not None or not self._owner.may_have_no_end
+            remedy = (
+                "" if is_short else "; of one without an end, LoaderIterator(loader, epoch_length=) fetches an epoch at most"
+            )
             warn(
                 f"iterator {name!r} fetches {taken} batches again and skips them, to resume in the middle of an "
-                f"epoch: {why}. SerialIterator and loaders with a state do not need this",
+                f"epoch: {why}. SerialIterator and loaders with a state do not need this{remedy}",
             )
         self.begin()
         batch = None
@@ -638,18 +636,32 @@ class Passes:
             self.position = Position(self.position.passes, skipped + 1, self.position.generators, start)
         if from_state and not self._fetches_again:
             self._other_state = self._get_state()  # which the next to be saved will be compared with
-        if marks is None or batch is None or (difference := _order.find_difference(marks, _order.marks_of(batch))) is None:
-            return
+        if marks is not None and batch is not None:
+            self._compare(marks, _order.marks_of(batch), f"the last of the {taken} batches of this epoch")
+
+    def _compare(self, marks: _order.Marks, again: _order.Marks, which: str) -> None:
+        """Refuse, or warn of, a batch that is another one than it was."""
+        name, kind = self._owner.name, type(self.source.loader).__name__
+        difference = _order.find_difference(marks, again)
         if difference == "numbers":
             warn(
-                f"iterator {name!r} does not continue bit for bit: the last of the {taken} batches of this epoch has the "
-                "examples that it had, and other numbers in them. Let datasets and collate functions draw from the global "
-                "generators, which are seeded for each batch, or from a generator that is an attribute of theirs"
+                f"iterator {name!r} does not continue bit for bit: {which} has the examples that it had, and other numbers "
+                "in them. Let datasets and collate functions draw from the global generators, which are seeded for each "
+                "batch, or from a generator that is an attribute of theirs"
             )
-            return
-        raise ValueError(
-            f"the loader of iterator {name!r} ({kind}) gives other batches than in the saved run: the last of the {taken} "
-            "that were taken of this epoch differs, and examples would come twice or never. Resume with the same data, "
-            "shuffle, sampler and batch size, or from a snapshot of the end of an epoch. Let a sampler draw from the global "
-            "generators or from one that is an attribute of it, and prepare data that change by epoch in its set_epoch"
-        )
+        elif difference is not None:
+            remedy = (
+                "Resume with the same data, shuffle, sampler and batch size, or from a snapshot of the end of an epoch. Let "
+                "a sampler draw from the global generators or from one that is an attribute of it, and prepare data that "
+                "change by epoch in its set_epoch"
+            )
+            if self.source.is_stream:
+                remedy = (
+                    "A stream that reads on from pass to pass needs a state: give the dataset state_dict() and "
+                    "load_state_dict(state), and use torchdata's StatefulDataLoader. Let others draw from the global "
+                    "generators, or accept other batches at the end of an epoch: LoaderIterator(lambda: loader)"
+                )
+            raise ValueError(
+                f"the loader of iterator {name!r} ({kind}) gives other batches than before: {which} differs, and examples "
+                f"would come twice or never. {remedy}"
+            )

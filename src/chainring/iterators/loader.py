@@ -114,7 +114,7 @@ class LoaderIterator(Iterator):
             )
         if repeat and source.inexactness is not None:
             warn(f"a run over this {type(loader).__name__} cannot be resumed bit for bit: {source.inexactness}")
-        self._may_have_no_end = source.length is None and not source.is_single_pass and not source.has_end
+        self.may_have_no_end = source.length is None and not source.is_single_pass and not source.has_end
         self._epoch_position = 0
         self._returned = self._passes.position  # behind the batch last returned
         self._last: Batch | None = None  # the batch last returned, for a snapshot
@@ -126,7 +126,7 @@ class LoaderIterator(Iterator):
     @property
     def _is_endless(self) -> bool:
         """True if a pass is left after epoch_length batches: it has no state by which it is taken up at any of them."""
-        return self.epoch_length is not None and self._may_have_no_end and not self._passes.uses_state
+        return self.epoch_length is not None and self.may_have_no_end and not self._passes.uses_state
 
     @property
     def _epoch_size(self) -> int | None:
@@ -418,8 +418,12 @@ class LoaderIterator(Iterator):
 
 
 def check_state(iterator: LoaderIterator) -> None:
-    """Refuse a loader whose own state does not lead to the next three batches, as a rehearsal asks; they are taken."""
+    """Refuse a loader whose own state does not lead to the next three batches, or a stream without one that reads on.
+
+    A rehearsal asks for it; what is taken is gone.
+    """
     if not iterator._passes.uses_state:
+        iterator._passes.check_beginning()
         return
     saved, batches = iterator.state_dict(), [marks_of(batch) for batch in islice(iterator, 3)]
     iterator.load_state_dict(saved)

@@ -242,6 +242,8 @@ def remedy(path: str, text: str) -> str:
         return "draw from the global generators, which are saved, or save its state"
     if path.startswith("updater.model:"):
         return "register_buffer, or a serialize(serializer) of the module"
+    if path.startswith("updater.iterator:") and ".loader.dataset." in path:
+        return "state_dict() and load_state_dict(state) of the dataset, and torchdata's StatefulDataLoader"
     if path.startswith("updater.iterator:"):
         return "serialize(serializer), or state_dict() and load_state_dict(state), of the iterator or loader"
     if path.startswith("variable "):
