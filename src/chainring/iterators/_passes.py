@@ -597,7 +597,8 @@ class Passes:
                 marks.append(_order.marks_of(self._fetch()))
         self.restart(passes, generators)
         if len(marks) == 2:
-            self._compare(marks[0], marks[1], "the first batch of an epoch, which was begun twice,")
+            which = "the first batch of an epoch, which was begun twice,"
+            _compare(marks[0], marks[1], which, self._owner.name, self.source)
 
     def _set_state(self, state: Any) -> None:
         assert self._state is not None
@@ -637,31 +638,32 @@ class Passes:
         if from_state and not self._fetches_again:
             self._other_state = self._get_state()  # which the next to be saved will be compared with
         if marks is not None and batch is not None:
-            self._compare(marks, _order.marks_of(batch), f"the last of the {taken} batches of this epoch")
+            which = f"the last of the {taken} batches of this epoch"
+            _compare(marks, _order.marks_of(batch), which, name, self.source)
 
-    def _compare(self, marks: _order.Marks, again: _order.Marks, which: str) -> None:
-        """Refuse, or warn of, a batch that is another one than it was."""
-        name, kind = self._owner.name, type(self.source.loader).__name__
-        difference = _order.find_difference(marks, again)
-        if difference == "numbers":
-            warn(
-                f"iterator {name!r} does not continue bit for bit: {which} has the examples that it had, and other numbers "
-                "in them. Let datasets and collate functions draw from the global generators, which are seeded for each "
-                "batch, or from a generator that is an attribute of theirs"
-            )
-        elif difference is not None:
+
+def _compare(marks: _order.Marks, again: _order.Marks, which: str, name: str, source: Source) -> None:
+    """Refuse, or warn of, a batch of a source that is another one than it was."""
+    difference = _order.find_difference(marks, again)
+    if difference == "numbers":
+        warn(
+            f"iterator {name!r} does not continue bit for bit: {which} has the examples that it had, and other numbers "
+            "in them. Let datasets and collate functions draw from the global generators, which are seeded for each "
+            "batch, or from a generator that is an attribute of theirs"
+        )
+    elif difference is not None:
+        remedy = (
+            "Resume with the same data, shuffle, sampler and batch size, or from a snapshot of the end of an epoch. Let "
+            "a sampler draw from the global generators or from one that is an attribute of it, and prepare data that "
+            "change by epoch in its set_epoch"
+        )
+        if source.is_stream:
             remedy = (
-                "Resume with the same data, shuffle, sampler and batch size, or from a snapshot of the end of an epoch. Let "
-                "a sampler draw from the global generators or from one that is an attribute of it, and prepare data that "
-                "change by epoch in its set_epoch"
+                "A stream that reads on from pass to pass needs a state: give the dataset state_dict() and "
+                "load_state_dict(state), and use torchdata's StatefulDataLoader. Let others draw from the global "
+                "generators, or accept other batches at the end of an epoch: LoaderIterator(lambda: loader)"
             )
-            if self.source.is_stream:
-                remedy = (
-                    "A stream that reads on from pass to pass needs a state: give the dataset state_dict() and "
-                    "load_state_dict(state), and use torchdata's StatefulDataLoader. Let others draw from the global "
-                    "generators, or accept other batches at the end of an epoch: LoaderIterator(lambda: loader)"
-                )
-            raise ValueError(
-                f"the loader of iterator {name!r} ({kind}) gives other batches than before: {which} differs, and examples "
-                f"would come twice or never. {remedy}"
-            )
+        raise ValueError(
+            f"the loader of iterator {name!r} ({type(source.loader).__name__}) gives other batches than before: {which} "
+            f"differs, and examples would come twice or never. {remedy}"
+        )
