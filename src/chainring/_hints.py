@@ -122,75 +122,50 @@ EXTENSIONS = {  # by a method of what is not an extension
     "on_train_begin": _EXTENSION,
 }
 
-MODULES: dict[str, dict[str, str]] = {
-    "chainring": {
-        "Trainer": "it is chainring.training.Trainer",
-        "StandardUpdater": "it is chainring.training.StandardUpdater",
-        "Extension": "it is chainring.training.Extension",
-        "LightningModule": _MODEL,
-        "Module": _MODEL,
-        "Model": _MODEL,
-        "Sequential": "it is torch.nn.Sequential",
-        "Chain": "it is torch.nn.Module",
-        "Link": "it is torch.nn.Module",
-        "links": "layers are those of torch.nn; chainring.nn.Classifier is here",
-        "functions": "functions are those of torch.nn.functional",
-        "optimizers": "optimizers are those of torch.optim",
-        "Callback": _EXTENSION,
-        "callbacks": "they are called extensions: chainring.training.extensions",
-        "loggers": "they are called writers: chainring.writers",
-        "seed_everything": "it is chainring.deterministic(seed)",
-        "set_seed": "it is chainring.deterministic(seed)",
-        "Accelerator": "it is chainring.parallel.create_communicator(), given to StandardUpdater(comm=)",
-    },
-    "chainring.training": {
-        "Callback": _EXTENSION,
-        "TrainerCallback": _EXTENSION,
-        "callbacks": "they are called extensions: chainring.training.extensions",
-        "TrainingArguments": "settings are arguments of StandardUpdater and Trainer",
-        "LightningModule": _MODEL,
-        "EarlyStopping": "it is a stop trigger: triggers.EarlyStoppingTrigger",
-        "EarlyStoppingTrigger": "it is chainring.training.triggers.EarlyStoppingTrigger",
-        "ModelCheckpoint": "it is extensions.snapshot",
-        "SerialIterator": "it is chainring.iterators.SerialIterator",
-    },
-    "chainring.training.extensions": {
-        "Callback": _EXTENSION,
-        "EarlyStopping": 'it is a stop trigger: Trainer(updater, triggers.EarlyStoppingTrigger(monitor="main/loss"))',
-        "EarlyStoppingTrigger": "it is a stop trigger, in chainring.training.triggers",
-        "ModelCheckpoint": 'it is extensions.snapshot(), for the best with trigger=triggers.MinValueTrigger("main/loss")',
-        "Checkpoint": "it is extensions.snapshot()",
-        "Snapshot": "it is extensions.snapshot()",
-        "BackupAndRestore": "it is extensions.snapshot(autoload=True)",
-        "TensorBoard": _WRITERS.format("TensorBoardWriter"),
-        "TensorBoardLogger": _WRITERS.format("TensorBoardWriter"),
-        "WandbLogger": _WRITERS.format("WandbWriter"),
-        "WandbCallback": _WRITERS.format("WandbWriter"),
-        "MLFlowLogger": _WRITERS.format("MlflowWriter"),
-        "CometLogger": _WRITERS.format("CometWriter"),
-        "CSVLogger": _WRITERS.format("CsvWriter"),
-        "LearningRateFinder": "it is extensions.find_learning_rate(trainer)",
-        "FastaiLRFinder": "it is extensions.find_learning_rate(trainer)",
-        "LearningRateMonitor": "it is extensions.observe_lr()",
-        "LearningRateScheduler": "it is extensions.LRScheduler(scheduler), over any of torch.optim.lr_scheduler",
-        "ReduceLROnPlateau": "it is extensions.LRScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(...), monitor=key)",
-        "TQDMProgressBar": "it is extensions.ProgressBar()",
-        "RichProgressBar": "it is extensions.ProgressBar()",
-        "TerminateOnNaN": "it is extensions.FailOnNonNumber()",
-        "DeviceStatsMonitor": "it is extensions.SystemMetrics()",
-        "ThroughputMonitor": "it is extensions.Throughput()",
-        "EMA": "it is extensions.ExponentialMovingAverage(model)",
-        "WeightAveraging": "it is extensions.ExponentialMovingAverage(model)",
-        "LambdaCallback": _EXTENSION,
-        "GradientAccumulationScheduler": _ACCUMULATE,
-        "ModelSummary": "it is chainring.nn.model_summary(model, batch)",
-    },
-    "chainring.iterators": {
-        "DataLoader": "a torch.utils.data.DataLoader can be used directly: StandardUpdater(loader, ...)",
-        "MultithreadIterator": "it is chainring.iterators.MultiprocessIterator",
-    },
-}
-
+NAMES = _by_name(  # that a module of Chainring lacks
+    {
+        _MODEL: "LightningModule Module Model",
+        _EXTENSION: "Callback TrainerCallback LambdaCallback",
+        "it is chainring.training.Trainer": "Trainer",
+        "it is chainring.training.StandardUpdater": "StandardUpdater",
+        "it is chainring.training.Extension": "Extension",
+        "it is torch.nn.Sequential": "Sequential",
+        "it is torch.nn.Module": "Chain Link",
+        "layers are those of torch.nn; chainring.nn.Classifier is here": "links",
+        "functions are those of torch.nn.functional": "functions",
+        "optimizers are those of torch.optim": "optimizers",
+        "they are called extensions: chainring.training.extensions": "callbacks",
+        "they are called writers: chainring.writers": "loggers",
+        "it is chainring.deterministic(seed)": "seed_everything set_seed",
+        "it is chainring.parallel.create_communicator(), given to StandardUpdater(comm=)": "Accelerator",
+        "settings are arguments of StandardUpdater and Trainer": "TrainingArguments",
+        'it is a stop trigger: Trainer(updater, chainring.training.triggers.EarlyStoppingTrigger(monitor="main/loss"))': (
+            "EarlyStopping EarlyStoppingTrigger"
+        ),
+        'it is extensions.snapshot(), for the best with trigger=triggers.MinValueTrigger("main/loss")': "ModelCheckpoint",
+        "it is extensions.snapshot()": "Checkpoint Snapshot",
+        "it is extensions.snapshot(autoload=True)": "BackupAndRestore",
+        _WRITERS.format("TensorBoardWriter"): "TensorBoard TensorBoardLogger",
+        _WRITERS.format("WandbWriter"): "WandbLogger WandbCallback",
+        _WRITERS.format("MlflowWriter"): "MLFlowLogger",
+        _WRITERS.format("CometWriter"): "CometLogger",
+        _WRITERS.format("CsvWriter"): "CSVLogger",
+        "it is extensions.find_learning_rate(trainer)": "LearningRateFinder FastaiLRFinder",
+        "it is extensions.observe_lr()": "LearningRateMonitor",
+        "it is extensions.LRScheduler(scheduler), over any of torch.optim.lr_scheduler": "LearningRateScheduler",
+        "it is extensions.LRScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(...), monitor=key)": "ReduceLROnPlateau",
+        "it is extensions.ProgressBar()": "TQDMProgressBar RichProgressBar",
+        "it is extensions.FailOnNonNumber()": "TerminateOnNaN",
+        "it is extensions.SystemMetrics()": "DeviceStatsMonitor",
+        "it is extensions.Throughput()": "ThroughputMonitor",
+        "it is extensions.ExponentialMovingAverage(model)": "EMA WeightAveraging",
+        _ACCUMULATE: "GradientAccumulationScheduler",
+        "it is chainring.nn.model_summary(model, batch)": "ModelSummary",
+        "it is chainring.iterators.SerialIterator": "SerialIterator",
+        "it is chainring.iterators.MultiprocessIterator": "MultithreadIterator",
+        "a torch.utils.data.DataLoader can be used directly: StandardUpdater(loader, ...)": "DataLoader",
+    }
+)
 
 ERRORS = {  # of PyTorch, by what is found in their text
     r"expected (target dtype|scalar type)( to be)? (Long|Byte)": "labels are class numbers, of dtype int64: label.long()",
@@ -246,7 +221,7 @@ def find_missing(module: str, name: str) -> ModuleType:
     if name in SUBMODULES.get(module, ()):
         return importlib.import_module(f"{module}.{name}")
     text = f"module {module!r} has no attribute {name!r}"
-    hint = MODULES[module].get(name)
+    hint = NAMES.get(name)
     caller = sys._getframe(2).f_globals.get("__name__")
     if hint is not None and caller == "importlib._bootstrap":
         raise ImportError(f"cannot import name {name!r} from {module!r}: {hint}", name=name)

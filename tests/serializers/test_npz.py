@@ -246,6 +246,7 @@ def test_an_extension_registered_after_the_load_gets_its_state(tmp_path):
     load_npz(tmp_path / "run.npz", second)
     late = Keeper()
     second.extend(late, name="late")
+    second.run()
     assert same(late.value, (1, torch.ones(2)))
 
 

@@ -18,9 +18,9 @@ from chainring.serializers.protocol import (
     ChangedSetting,
     Deserializer,
     DictionaryDeserializer,
+    announce_change,
     printing_changes,
     visit_if_stateful,
-    visit_setting,
 )
 from chainring.training.triggers.base import IntervalTrigger, Trigger, TriggerLike, describe, get_trigger
 from chainring.training.triggers.best_value import RankingTrigger
@@ -48,8 +48,9 @@ class Identity(NamedTuple):
 
     name: str
     kind: tuple[str, str]  # the name without the number that made it unique, and the class
+    texts: tuple[str, ...]  # that identify the extension, most significant first
     trigger_class: str
-    texts: tuple[tuple[str, ...], tuple[str, ...]]  # that identify the extension, most significant first, and its trigger
+    trigger_texts: tuple[str, ...]
     trigger: str
 
 
@@ -133,10 +134,12 @@ class Entry:
         identity, trigger_identity = self._identities
         given = identity(trainer) if identity else self.optional("writes")
         trigger_given = trigger_identity(trainer) if trigger_identity else ()
-        texts = [tuple(map(str, each)) if isinstance(each, (tuple, list)) else () for each in (given, trigger_given)]
-        extension_class, trigger_class = type(self.extension).__name__, type(self.trigger).__name__
-        kind = self.base_name, extension_class
-        return Identity(self.name, kind, trigger_class, (texts[0], texts[1]), describe(self.trigger, as_setting=True))
+        texts, trigger_texts = (
+            tuple(map(str, each)) if isinstance(each, (tuple, list)) else () for each in (given, trigger_given)
+        )
+        kind = self.base_name, type(self.extension).__name__
+        trigger = describe(self.trigger, as_setting=True)
+        return Identity(self.name, kind, texts, type(self.trigger).__name__, trigger_texts, trigger)
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         """Call the extension's ``on_error``, if it has one, with the traceback if it demands three arguments."""
@@ -234,54 +237,39 @@ class LoadedState:
         self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
         self.unprinted: list[ChangedSetting] = []  # changes that are not printed yet
         self._source: Deserializer | None = None
-        self._saved: list[Identity] = []  # the extensions of the saved run
+        self._saved: dict[str, Identity] = {}  # the extensions of the saved run, by name
         self._names: dict[str, str] = {}  # by the name of an extension here, that of the one in the saved run it continues
 
-    def begin(
-        self,
-        source: Deserializer,
-        classes: Mapping[str, Any],
-        identities: Mapping[str, Any],
-        generators: Any,
-        trainer: Trainer,
-    ) -> None:
+    def begin(self, source: Deserializer, identities: Mapping[str, Any], generators: Any, trainer: Trainer) -> None:
         """Take over a saved run, which had these extensions, and restore those that are registered."""
         self.exists = True
         self.gives_way = source.gives_way
         self.generators = generators
         self.directory, self.place = source.directory, source.place
         self._source, self._names = source, {}
-        self._saved = [
-            Identity(name, (base_name, extension_class), trigger_class, (tuple(texts), tuple(trigger_texts)), trigger)
-            for name, (extension_class, trigger_class) in classes.items()
-            for base_name, texts, trigger_texts, trigger in [identities[name]]
-        ]
+        self._saved = {name: Identity(name, *rest) for name, rest in identities.items()}
         self.restore(trainer)
 
-    def restore(self, trainer: Trainer, *, is_complete: bool = True) -> None:
-        """Load the state of extensions and triggers with a certain match in the saved run, unless their class has changed.
-
-        With ``is_complete=False`` more extensions may be registered later, and only those that agree in everything match.
-        """
+    def restore(self, trainer: Trainer) -> None:
+        """Load the state of extensions with a certain match in the saved run, and of their triggers of the same class."""
         source = self._source
         if source is None:
             return
-        names, here = dict(self._names), [entry.identify(trainer) for entry in trainer.entries]
-        for ours, theirs in _pairs(here, self._saved, names, self._has_state if is_complete else None):
+        names, here = dict(self._names), {entry.name: entry.identify(trainer) for entry in trainer.entries}
+        for ours, theirs in _pairs(list(here.values()), list(self._saved.values()), names, self._has_state):
             if ours.name not in names and theirs.name not in names.values():
                 names[ours.name] = theirs.name
-        saved_classes = {identity.name: identity.trigger_class for identity in self._saved}
         for entry in trainer.entries:
             if entry.name in names and entry.name not in self._names:
-                name, trigger = names[entry.name], entry.trigger
+                now, saved = here[entry.name], self._saved[names[entry.name]]
                 with printing_changes(self.unprinted, self.changes):
-                    visit_if_stateful(source["extensions"], name, entry.extension)
-                    if saved_classes[name] == type(trigger).__name__:
-                        visit_if_stateful(source["extension_triggers"], name, trigger)
+                    visit_if_stateful(source["extensions"], saved.name, entry.extension)
+                    if saved.trigger_class == now.trigger_class:
+                        visit_if_stateful(source["extension_triggers"], saved.name, entry.trigger)
                     for key in ("extensions", "extension_triggers") if self._carried else ():
-                        self._carried.load(source[key][name], f"{key}/{entry.name}")
-                    settings = source["extension_trigger_settings"]
-                    visit_setting(settings, name, describe(trigger, as_setting=True), f"trigger of extension {entry.name!r}")
+                        self._carried.load(source[key][saved.name], f"{key}/{entry.name}")
+                    if saved.trigger != now.trigger:
+                        announce_change(f"trigger of extension {entry.name!r}", saved.trigger, now.trigger)
         self._names = names
 
     def _has_state(self, saved: Identity) -> bool:
@@ -295,14 +283,12 @@ class LoadedState:
         if self._source is None:
             return
         self.restore(trainer)
-        saved = [identity for identity in self._saved if identity.name not in self._names.values()]
+        saved = [identity for name, identity in self._saved.items() if name not in self._names.values()]
         here = [entry.identify(trainer) for entry in trainer.entries if entry.name not in self._names]
         doubtful = {identity.kind for identity in here} & {identity.kind for identity in saved if self._has_state(identity)}
         if doubtful:
             unmatched = [
-                ", ".join(
-                    f"{row.name!r} ({', '.join([*row.texts[0], row.trigger])})" for row in side if row.kind in doubtful
-                )
+                ", ".join(f"{row.name!r} ({', '.join([*row.texts, row.trigger])})" for row in side if row.kind in doubtful)
                 for side in (here, saved)
             ]
             warn(
@@ -319,45 +305,43 @@ class LoadedState:
             )
         if isinstance(self._source, DictionaryDeserializer) and (origin := self._source.origin) is not None:
             origin.__exit__(None, None, None)  # each rank waits until none needs it any more to read for the others
-        self._source, self._saved, self._names = None, [], {}
+        self._source, self._saved, self._names = None, {}, {}
 
 
 def _pairs(
-    here: list[Identity], there: list[Identity], names: dict[str, str], has_state: Callable[[Identity], bool] | None
+    here: list[Identity], there: list[Identity], names: dict[str, str], has_state: Callable[[Identity], bool]
 ) -> Iterator[tuple[Identity, Identity]]:
-    """Yield extensions with those of the saved run that they continue, the most certain first; ``names`` grows meanwhile.
-
-    Without ``has_state``, more extensions may be registered.
-    """
+    """Yield extensions with those of the saved run that they continue, the most certain first; ``names`` grows meanwhile."""
     # Two extensions match if each is the only one of its run with a key. The keys, from the most to the least certain: all
     # but the number in the name; what identifies the extension; shorter and shorter beginnings of that; name and class.
-    kind = attrgetter("kind")
-    longest = max((len(identity.texts[0]) for identity in there), default=0)
+    longest = max((len(identity.texts) for identity in there), default=0)
     keys: list[Callable[[Identity], Any]] = [
         lambda identity: identity[1:],
-        lambda identity: any(identity.texts) and (identity.kind, identity.texts),
-        *(lambda identity, n=n: identity.texts[0] and (identity.kind, identity.texts[0][:n]) for n in range(longest, 0, -1)),
-        kind,
+        lambda identity: (identity.kind, identity.texts, identity.trigger_texts),
+        *(lambda identity, n=n: (identity.kind, identity.texts[:n]) for n in range(longest, -1, -1)),
     ]
-    for key in keys if has_state is not None else keys[:1]:
+    for key in keys:
         groups, saved_groups = _group(here, key), _group(there, key)
-        for value in filter(None, groups):
-            if len(groups[value]) == len(saved_groups.get(value, ())) == 1:
-                yield groups[value][0], saved_groups[value][0]
-    if has_state is None:
-        return
+        for value, group in groups.items():
+            if len(group) == len(saved_groups.get(value, ())) == 1:
+                yield group[0], saved_groups[value][0]
     # Twins, which nothing tells apart, match in their order, if they are as many as before.
-    left = _group((identity for identity in there if identity.name not in names.values()), kind)
-    for twins_kind, twins in _group((identity for identity in here if identity.name not in names), kind).items():
-        saved_twins = left.get(twins_kind, [])
-        texts = {identity.texts for identity in [*twins, *saved_twins]}
+    left = [identity for identity in there if identity.name not in names.values()]
+    groups, saved_groups = (
+        _group(rows, attrgetter("kind")) for rows in ([row for row in here if row.name not in names], left)
+    )
+    for kind, twins in groups.items():
+        saved_twins = saved_groups.get(kind, [])
+        texts = {(identity.texts, identity.trigger_texts) for identity in [*twins, *saved_twins]}
         if len(twins) == len(saved_twins) and len(texts) == len({identity[1:] for identity in saved_twins}) == 1:
             yield from zip(twins, saved_twins, strict=True)
     # Equal names match where no state could go to the wrong extension; or, of another kind, if a number made the name in one
     # of the runs and the script gives it in the other.
-    with_state = {identity.kind for identity in there if identity.name not in names.values() and has_state(identity)}
+    with_state = {identity.kind for identity in left if identity.name not in names.values() and has_state(identity)}
     for ours, theirs in itertools.product(here, there):
-        is_same = ours.kind[1] == theirs.kind[1] and ours.texts == theirs.texts
+        is_same = (
+            ours.kind[1] == theirs.kind[1] and ours.texts == theirs.texts and ours.trigger_texts == theirs.trigger_texts
+        )
         if ours.name == theirs.name and (is_same if ours.kind != theirs.kind else ours.kind not in with_state):
             yield ours, theirs
 

@@ -141,9 +141,9 @@ def rehearse(trainer: Trainer, preserve: Callable[[], AbstractContextManager[Non
 
     seen: list[Attributes] = []
     memory = _PeakMemory(trainer.updater)
-    with memory.kept():
-        preserved_state = preserve()
-    with preserved_state, ExitStack() as stack:
+    with ExitStack() as stack:
+        with memory.kept():
+            stack.enter_context(preserve())
         prepare(trainer)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
@@ -316,8 +316,9 @@ class _PeakMemory:
             warn(f"{name} takes {peaks[name] / total:.0%} of the memory of {device}, and the run may end by it; {LESS}")
 
 
-def preserved(trainer: Trainer, carried: Carried, trial: str) -> AbstractContextManager[None]:
-    """Save the state, and return the context of a trial, see `trainer.preserved`."""
+@contextmanager
+def preserved(trainer: Trainer, carried: Carried, trial: str) -> Generator[None]:
+    """Save the state, give the trainer a scratch directory as ``out``, and put all back, see `trainer.preserved`."""
     for name, model in trainer.updater.get_all_models().items():
         if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise ValueError(
@@ -326,12 +327,6 @@ def preserved(trainer: Trainer, carried: Carried, trial: str) -> AbstractContext
             )
     saved = DictionarySerializer()
     _visit_state(saved, trainer, carried)
-    return _restoring(saved, trainer, carried, trial)
-
-
-@contextmanager
-def _restoring(saved: DictionarySerializer, trainer: Trainer, carried: Carried, trial: str) -> Generator[None]:
-    """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
     out, observation = trainer.url or trainer.out, trainer.observation
     try:
         with _random.preserve_rng(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,34 +45,30 @@ GIT_SECONDS = 4.0
 _LARGEST = 1 << 20  # bytes of a script, and of the difference together with the files that no commit has
 _MOST_NAMED = 100
 _TOO_LARGE = "it is too large: the record takes 1 MiB of code"
-_NAMES = r"passw(?:or)?d|passphrase|secret|token|bearer|credential|api[_-]?key|(?:access|private|secret|wandb|auth)[_-]?key"
-_SECRET_NAME = re.compile(rf"(?:{_NAMES}|pwd|auth)s?$", re.IGNORECASE)
+_WORDS = (
+    r"(?:passw(?:or)?d|passphrase|secret|token|bearer|credential|pwd|auth"
+    r"|(?:api|access|private|secret|wandb|auth)[_-]?key)s?"
+)
+_SECRET_NAME = re.compile(rf"{_WORDS}$", re.IGNORECASE)  # of an option, a key or a variable
+_NO_SECRET = re.compile(r"-?[\d.]{0,8}|<.*>|\[.*\]|\$.*|true|false|none|null", re.IGNORECASE)  # as the pad_token of texts
 _SECRET_FILE = re.compile(
-    r"(?:^|/)(?:\.env[^/]*|[^/]*\.env|[._]?netrc|\.pypirc|\.npmrc|\.git-credentials|id_(?:rsa|dsa|ecdsa|ed25519)[^/]*|\.(?:aws|ssh)/.*"
-    r"|[^/]*(?:secret|credential|passw(?:or)?d|api_?key)[^/]*|[^/]*\.(?:pem|key|p12|pfx|jks|keystore|kdbx))$",
+    r"(?:^|/)(?:[._]?netrc|\.pypirc|\.npmrc|\.git-credentials|id_(?:rsa|dsa|ecdsa|ed25519)|\.(?:aws|ssh)/|\.env)"
+    r"|(?:secret|credential|passw(?:or)?d|api_?key)[^/]*$|\.(?:env|pem|key|p12|pfx|jks|keystore|kdbx)$",
     re.IGNORECASE,
 )
-_NO_SECRET = re.compile(r"-?[\d.]{0,8}|<.*>|\[.*\]|true|false|none|null", re.IGNORECASE)  # as the pad_token of texts
-_KEYS = (  # as services give them out
-    r"-----BEGIN [A-Z ]*PRIVATE KEY|\bsk-(?:[a-z]+-)*[A-Za-z0-9_]{20,}|\b[sr]k_(?:live|test)_\w{16,}"
-    r"|\bgh[a-z]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{22,}|\bglpat-[\w-]{20,}|\bxox[a-z]-[\w-]{16,}|\bhf_[A-Za-z0-9]{30,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
-    r"|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bnpm_[A-Za-z0-9]{36}|\bpypi-[\w-]{50,}|\beyJ[\w-]{10,}\.[\w-]{10,}\."
-    r"|\bSG\.[\w-]{16,}\.[\w-]{16,}"
-)
 _SECRET = re.compile(
-    rf"(?:{_KEYS})"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY|\bsk-(?:[a-z]+-)*[A-Za-z0-9_]{20,}|\b[sr]k_(?:live|test)_\w{16,}"  # of services
+    r"|\bgh[a-z]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{22,}|\bglpat-[\w-]{20,}|\bxox[a-z]-[\w-]{16,}|\bhf_[A-Za-z0-9]{30,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bnpm_[A-Za-z0-9]{36}|\bpypi-[\w-]{50,}|\beyJ[\w-]{10,}\.[\w-]{10,}\.|\bSG\.[\w-]{16,}\.[\w-]{16,}"
     r"|\w://[^/\s:@\"'{}$]*:[^/\s@\"'{}$]+@|https?://[\w.~%+-]{16,}@"  # a password or a token in an address
     r"|(?i:[?&](?:[\w-]*(?:signature|token|secret|password|api_?key|credential)|sig)=[^&\s\"'{}]{8,})"
     r"|(?i:\b(?:bearer|basic)\s+(?=[a-z._/+=-]*\d)[a-z0-9._/+=-]{16,})"
-    rf"|(?i:(?:{_NAMES}|\bpwd|\bauth)s?[\"']?\]?(?:\s*:\s*\w+)?\s*(?:=|:|,(?:\s*\w+\s*=\s*[\w.]+\s*,)*\s*default\s*=)\s*"
+    rf"|(?i:{_WORDS}[\"']?\]?(?:\s*:\s*\w+)?\s*(?:=|:|,(?:\s*\w+\s*=\s*[\w.]+\s*,)*\s*default\s*=)\s*"  # in code
     r"[bfr]?[\"'][^\"'\s<>{}\[\]]{6,}[\"'])"
     r"|(?i:(?:login|key|auth|wandb)\w*[^\n]{0,40}?[\"'](?=[a-z_-]*\d)(?=[\d_-]*[a-z])[a-z0-9_-]{32,}[\"'])"
 )
-_PLAIN_SECRET = re.compile(  # of files in which values need no quotes
-    rf"^[+\- ]?[ \t]*(?:export[ \t]+)?[\w.-]*(?:{_NAMES})s?[ \t]*[:=][ \t]*"
-    r"(?![<\[$]|-?[\d.]{1,8}$|true|false|null)\S{6,}[ \t]*$",
-    re.IGNORECASE | re.MULTILINE,
-)
+_LINE = re.compile(r"^[+\- ]?[ \t]*(?:export[ \t]+)?([\w.-]+)[ \t]*[:=][ \t]*(\S{6,})[ \t]*$", re.MULTILINE)
+"""A name and its value in a file that has no quotes."""
 
 
 @functools.cache
@@ -85,7 +81,7 @@ def provenance() -> dict[str, Any]:
         "source": source,
         "code": hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest(),  # the same for the same code
         "distributions": distributions(),
-        "environment": {n: v for n, v in values.items() if re.fullmatch(r"[\w.,:;=+/ -]{0,200}", v) and not has_secret(v)},
+        "environment": {name: value for name, value in values.items() if re.fullmatch(r"[\w.,:;=+/ -]{0,200}", value)},
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
 
@@ -93,118 +89,102 @@ def provenance() -> dict[str, Any]:
 # --- secrets ---
 
 
-def has_secret(text: str, name: str = ".py") -> bool:
-    """Return whether a text, of a file of this name, has something that looks like a secret."""
-    return bool(_SECRET.search(text) or (not name.endswith(".py") and _PLAIN_SECRET.search(text)))
+def _has_secret(text: str, *, is_code: bool = True) -> bool:
+    """Return whether a text has something that looks like a secret; outside of code values need no quotes."""
+    return bool(_SECRET.search(text)) or (not is_code and any(_is_secret(*pair) for pair in _LINE.findall(text)))
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Return whether a name is that of a secret, and the value may be one."""
+    return _SECRET_NAME.search(name) is not None and not _NO_SECRET.fullmatch(value.strip("\"'"))
 
 
 @functools.lru_cache(8)
 def withhold(text: str) -> dict[str, Any]:
-    """Return the mapping in a JSON text, of a config and of arguments, without values that look like secrets."""
+    """Return the mapping in a JSON text, of a config and of arguments, with `LEFT_OUT` for what looks like a secret."""
     settings = json.loads(text)
     return {"config": _without("", settings["config"]), "argv": _without_arguments(settings["argv"])}
 
 
 def _without(name: str, value: Any) -> Any:
-    is_named = _SECRET_NAME.search(name) is not None
     if isinstance(value, dict):
-        return {key: LEFT_OUT if has_secret(key) else _without(key, item) for key, item in value.items() if not is_named}
+        items = () if _SECRET_NAME.search(name) else value.items()
+        return {key: _without(key, item) for key, item in items if not _has_secret(key)}
     if isinstance(value, list):
         return [_without(name, item) for item in value]
-    if isinstance(value, str) and (has_secret(value) or (is_named and not _NO_SECRET.fullmatch(value))):
-        return LEFT_OUT
-    return LEFT_OUT if is_named and isinstance(value, (int, float)) and abs(value) >= 1e8 else value
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return value
+    is_secret = _is_secret(name, str(value)) or (isinstance(value, str) and _has_secret(value))
+    return LEFT_OUT if is_secret else value
 
 
-def _without_arguments(arguments: list[str]) -> list[str]:
+def _without_arguments(arguments: Iterable[str]) -> list[str]:
     kept, before = [], ""  # the option whose value comes next
     for argument in arguments:
         option, equals, value = argument.partition("=")
-        if argument.startswith("-") and not equals:
-            kept.append(LEFT_OUT if has_secret(argument) else argument)
-            before = argument
-        elif equals and _SECRET_NAME.search(option) and not _NO_SECRET.fullmatch(value):
+        is_option = argument.startswith("-")
+        if equals and _is_secret(option, value):
             kept.append(f"{option}={LEFT_OUT}")
-            before = ""
         else:
-            kept.append(_without(before, argument) if not has_secret(argument, "") else LEFT_OUT)
-            before = ""
+            is_secret = _has_secret(argument, is_code=False) or (not is_option and _is_secret(before, argument))
+            kept.append(LEFT_OUT if is_secret else argument)
+        before = argument if is_option and not equals else ""
     return kept
 
 
 # --- the code ---
 
 
-class _Git:
-    """Asks git in a directory; all answers together may take a few seconds."""
+def _ask_git(directory: str, deadline: float, *arguments: str) -> Callable[[], str | None]:
+    """Ask; return what waits, until a moment of the monotonic clock, for what git prints.
 
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self._deadline = time.monotonic() + GIT_SECONDS
+    Bytes that are no UTF-8 are escaped. It is ``None`` if git fails, is absent or takes long.
+    """
+    command = ["git", "--no-optional-locks", "-c", "core.quotePath=false", *arguments]
+    quiet = subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, cwd=directory, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet)
+    except OSError:
+        return lambda: None
 
-    def start(self, *arguments: str) -> Callable[[], str | None]:
-        """Ask; return what waits for what git prints, with the bytes that are no UTF-8 escaped.
+    def wait() -> str | None:
+        with process:
+            try:
+                printed = process.communicate(timeout=max(deadline - time.monotonic(), 0.01))[0]
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return None
+        return None if process.returncode else printed.decode(errors="surrogateescape")
 
-        That is ``None`` if git fails, is absent or takes long.
-        """
-        command = ["git", "--no-optional-locks", "-c", "core.quotePath=false", *arguments]
-        quiet = subprocess.DEVNULL
-        try:
-            process = subprocess.Popen(command, cwd=self.directory, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet)
-        except OSError:
-            return lambda: None
-
-        def wait() -> str | None:
-            with process:
-                try:
-                    printed = process.communicate(timeout=max(self._deadline - time.monotonic(), 0.01))[0]
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    return None
-            return None if process.returncode else printed.decode(errors="surrogateescape")
-
-        return wait
-
-    def __call__(self, *arguments: str) -> str | None:
-        """Return what git prints, as `start` has it."""
-        return self.start(*arguments)()
+    return wait
 
 
 def _source() -> dict[str, Any]:
     """Return the code that runs: a commit and what differs from it, the text of the script, and what is left out."""
     script = _find_script()
     directory = os.path.realpath(os.getcwd())
-    git = _Git(str(script.parent) if script else directory)
-    commit_and_root = git.start("rev-parse", "HEAD", "--show-toplevel")
-    remote = git.start("config", "--get", "remote.origin.url")
+    root, deadline = str(script.parent) if script else directory, time.monotonic() + GIT_SECONDS
+    git = functools.partial(_ask_git, root, deadline)
+    commit_and_root = git("rev-parse", "HEAD", "--show-toplevel")
+    remote = git("config", "--get", "remote.origin.url")
     options = ("--no-renames", "--untracked-files=normal", "--ignore-submodules=dirty")
-    status = git.start("status", "--porcelain", "-z", *options)  # while the imported modules are looked at
-    modules = _imported_files()
+    status = git("status", "--porcelain", "-z", *options)  # while the imported modules are looked at
     told = (commit_and_root() or "").splitlines()
-    commit, git.directory = told if len(told) == 2 else (None, git.directory)
-    root = git.directory
-    left_out: dict[str, str] = {}
-    imported, paths = _imported(modules, root)
+    commit, root = told if len(told) == 2 else (None, root)
+    git = functools.partial(_ask_git, root, deadline)
+    imported, paths = _imported(root)
     listed, address = status(), remote()
-    room, difference = _LARGEST, ""
-    code = [*imported, *([str(script)] if script else [])]
-    names = {name for path in code if (name := _relative(path, root)) is not None}
-    if commit is not None:
-        difference, changed = _difference(git, listed, left_out)
-        room -= len(difference)
-        tracked = git("ls-files", "-z", "--", *sorted(names)) if names else ""
-        names -= set((tracked or "").split("\0")) | changed
+    left_out: dict[str, str] = {}
+    difference, changed = ("", set[str]()) if commit is None else _difference(git, root, listed, left_out)
     script_name = _relative(str(script), root) if script else None
     text = None if script is None else _admit(script, script_name or "", left_out, _LARGEST)
-    files: dict[str, str] = {}
-    for name in sorted(names - {script_name}):
+    names = {name for path in imported if (name := _relative(path, root)) is not None} - {script_name}
+    tracked = git("ls-files", "-z", "--", *sorted(names))() if commit is not None and names else ""
+    files, room = dict[str, str](), _LARGEST - len(difference)
+    for name in sorted(names - changed - set((tracked or "").split("\0"))):
         if (content := _admit(Path(root, name), name, left_out, room)) is not None:
             files[name] = content
             room -= len(content)
-    for name in files:
-        left_out.pop(name, None)
-    if text is not None:
-        left_out.pop(script_name or "", None)
     more = len(left_out) - _MOST_NAMED
     shown = dict(list(left_out.items())[:_MOST_NAMED]) | ({"...": f"and {more} more"} if more > 0 else {})
     return {
@@ -232,37 +212,21 @@ def _relative(path: str, root: str) -> str | None:
     return Path(path).relative_to(root).as_posix() if path.startswith(os.path.join(root, "")) else None
 
 
-def _imported_files() -> list[tuple[str, str]]:
-    """Return the names of the modules of Python that are imported from outside of packages, with their files."""
+def _imported(root: str) -> tuple[list[str], list[str]]:
+    """Return the imported files below a directory, and the paths from which code outside of packages is imported.
+
+    A path inside the directory is relative to it.
+    """
     library = tuple(os.path.join(sysconfig.get_path(key), "") for key in ("stdlib", "platstdlib"))
-    folders: dict[str, str] = {}
-    modules = []
+    inner, paths = [], dict[str, None]()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or "site-packages" in file or "dist-packages" in file or name == "__main__":
             continue
         if file.startswith(library) or not file.endswith(".py") or not os.path.isabs(file) or not os.path.isfile(file):
             continue  # as what PyTorch names so that lies nowhere
-        folder, base = os.path.split(file)
-        if os.path.islink(file):
-            file = os.path.realpath(file)
-        else:
-            if folder not in folders:
-                folders[folder] = os.path.realpath(folder)
-            file = os.path.join(folders[folder], base)
-        modules.append((name, file))
-    return modules
-
-
-def _imported(modules: list[tuple[str, str]], root: str) -> tuple[list[str], list[str]]:
-    """Return which files of modules are below a directory, and the paths from which code outside of packages comes.
-
-    A path inside the directory is relative to it.
-    """
-    inner, paths = [], dict[str, None]()
-    below_root = os.path.join(root, "")
-    for name, file in modules:
-        if file.startswith(below_root):
+        file = os.path.realpath(file)
+        if _relative(file, root) is not None:
             inner.append(file)
         stem = file.removesuffix(".py").removesuffix(f"{os.sep}__init__")
         below = os.sep + name.replace(".", os.sep)
@@ -271,7 +235,7 @@ def _imported(modules: list[tuple[str, str]], root: str) -> tuple[list[str], lis
     return inner, list(dict.fromkeys("." if path == root else _relative(path, root) or path for path in paths))
 
 
-def _difference(git: _Git, listed: str | None, left_out: dict[str, str]) -> tuple[str, set[str]]:
+def _difference(git: Callable[..., Any], root: str, listed: str | None, left_out: dict[str, str]) -> tuple[str, set[str]]:
     """Return the difference of the files that the commit has, and their names; note what of it is left out.
 
     ``listed`` is the status that git has printed.
@@ -280,34 +244,36 @@ def _difference(git: _Git, listed: str | None, left_out: dict[str, str]) -> tupl
         left_out["*.py"] = f"git did not say within {GIT_SECONDS:g} seconds what differs from the commit"
         return "", set()
     entries = [(entry[:2], entry[3:]) for entry in listed.split("\0") if entry]
-    changed = [name for kind, name in entries if kind != "??"]
+    left_out |= {name: UNUSED for kind, name in entries if kind == "??"}
+    changed = {name for kind, name in entries if kind != "??"}
     for name in changed:
         with suppress(OSError):
-            if os.path.getsize(os.path.join(git.directory, name)) > _LARGEST:
+            if os.path.getsize(os.path.join(root, name)) > _LARGEST:
                 left_out[name] = _TOO_LARGE
-    parts: list[str] = []
-    wanted = [name for name in changed if name not in left_out]
-    if wanted:
-        options = ("--no-renames", "--no-color", "--no-ext-diff", "--no-textconv", "--full-index")
-        prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--ignore-submodules=dirty")
-        text = git("diff", "HEAD", *options, *prefixes, "--", *wanted)
-        chunks = re.split(r"^(?=diff --git )", text or "", flags=re.MULTILINE)[1:]
-        for chunk in sorted(chunks, key=len):
-            head = chunk.partition("\n")[0]
-            name = next((each for each in wanted if head == f"diff --git a/{each} b/{each}"), head)
-            reason = _reason_against(name, chunk)
-            if reason is None and re.search(r"^(Binary files |[+-]Subproject commit )", chunk, re.MULTILINE):
-                reason = "it has changed, and is no text"
-            if reason is None and sum(map(len, parts)) + len(chunk) > _LARGEST:
-                reason = _TOO_LARGE
-            if reason is None:
-                parts.append(chunk)
-            else:
-                left_out[name] = reason
-        if text is None:
-            left_out["*.py"] = "git did not print in time what differs from the commit"
-    left_out |= {name: UNUSED for kind, name in entries if kind == "??"}
-    return "".join(sorted(parts)), set(changed)
+    wanted = sorted(changed - left_out.keys())
+    if not wanted:
+        return "", changed
+    options = ("--no-renames", "--no-color", "--no-ext-diff", "--no-textconv", "--full-index")
+    prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--ignore-submodules=dirty")
+    text = git("diff", "HEAD", *options, *prefixes, "--", *wanted)()
+    if text is None:
+        left_out["*.py"] = "git did not print in time what differs from the commit"
+        return "", changed
+    kept, room = list[str](), _LARGEST
+    for chunk in sorted(re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)[1:], key=len):
+        head = chunk.partition("\n")[0]
+        name = next((each for each in wanted if head == f"diff --git a/{each} b/{each}"), head)
+        reason = _reason_against(name, chunk)
+        if reason is None and re.search(r"^(Binary files |[+-]Subproject commit )", chunk, re.MULTILINE):
+            reason = "it has changed, and is no text"
+        if reason is None and len(chunk) > room:
+            reason = _TOO_LARGE
+        if reason is None:
+            kept.append(chunk)
+            room -= len(chunk)
+        else:
+            left_out[name] = reason
+    return "".join(sorted(kept)), changed
 
 
 def _admit(path: Path, name: str, left_out: dict[str, str], room: int) -> str | None:
@@ -317,23 +283,20 @@ def _admit(path: Path, name: str, left_out: dict[str, str], room: int) -> str | 
     except OSError as error:
         left_out[name] = f"it cannot be read: {error.strerror}"
         return None
-    reason = _TOO_LARGE if text is None else _reason_against(name, text)
-    if reason is not None:
+    if reason := _TOO_LARGE if text is None else _reason_against(name, text):
         left_out[name] = reason
-    return None if reason else text
+        return None
+    left_out.pop(name, None)  # which no commit has
+    return text
 
 
 def _reason_against(name: str, text: str) -> str | None:
     """Return why a text must not be recorded, in words."""
     if _SECRET_FILE.search(name):
         return "its name is that of a file with secrets"
-    if has_secret(text, name):
+    if _has_secret(text, is_code=name.endswith(".py")):
         return "it has something that looks like a secret"
-    return None if text.isascii() or _is_utf8(text) else "it is not in UTF-8"
-
-
-def _is_utf8(text: str) -> bool:
-    return not any("\udc80" <= character <= "\udcff" for character in text)
+    return "it is not in UTF-8" if re.search("[\udc80-\udcff]", text) else None  # bytes that were escaped
 
 
 def _without_user(address: str) -> str | None:
@@ -344,7 +307,7 @@ def _without_user(address: str) -> str | None:
         address = urlunsplit((parts.scheme, f"{user}{parts.netloc.rpartition('@')[2]}", parts.path, "", ""))
     elif not re.fullmatch(r"(?:git@[\w.-]+:)?[\w./~+-]+", address):
         return None
-    return None if has_secret(address) or not address else address
+    return None if _has_secret(address) or not address else address
 
 
 # --- the distributions ---

@@ -41,9 +41,9 @@ from chainring.serializers.protocol import (
     visit_if_stateful,
 )
 from chainring.training._advice import closing_lines
+from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._entry import Entry, LoadedState, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
-from chainring.training._settings import check_agreement, check_generators, check_out
 from chainring.training.updaters._arguments import origin_of
 from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._memory import explain_out_of_memory, is_out_of_memory

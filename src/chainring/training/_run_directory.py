@@ -44,7 +44,8 @@ RECORD = "run.json"
 CONTROL = "control.jsonl"
 """The file of what `chainring.control` commands; the run only reads it."""
 _FORMAT = 1
-_TYPES = {"config": dict, "versions": dict, "files": list, "starts": list}
+_TYPES = {"config": dict, "versions": dict, "files": list, "starts": list, "commands": list}
+_ROWS = {"starts": {}, "commands": {"id": str, "iteration": int, "command": str}}
 _MAX_SHOWN = 6
 _ARCHIVES = ("previous", "abandoned")
 _DIGITS = frozenset("0123456789")
@@ -241,8 +242,8 @@ class NamePattern:
     """The names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
 
     Fields that count, iterations and epochs, stand for digits. Any other field stands for any text, unless the template
-    consists of it alone, which would then match every name. Templates come from files that anybody may have written: a
-    regular expression made of one could backtrack without end, so names are compared field by field.
+    consists of it alone, which would then match every name. A regular expression made of a template from anywhere could
+    backtrack without end, so names are compared field by field.
 
     Raises:
         ValueError: the template is not a format string.
@@ -250,10 +251,8 @@ class NamePattern:
 
     def __init__(self, template: str) -> None:
         parts = [(literal, field and field.rpartition(".")[2]) for literal, field, _, _ in Formatter().parse(template)]
-        has_text = any(literal for literal, _ in parts)
-        self._parts = [
-            (literal, field, _COUNTS.get(str(field), None if has_text else frozenset())) for literal, field in parts
-        ]
+        others = None if any(literal for literal, _ in parts) else frozenset[str]()
+        self._parts = [(literal, field, _COUNTS.get(str(field), others)) for literal, field in parts]
         self.fields = sum(field is not None for _, field in parts)
 
     def match(self, name: str) -> NameMatch | None:
@@ -261,22 +260,14 @@ class NamePattern:
         ends: dict[int, str | None] = {0: None}  # where the parts so far may end, with the digits of the iteration
         for literal, field, allowed in self._parts:
             starts = {end + len(literal): digits for end, digits in ends.items() if name.startswith(literal, end)}
-            if field is None:
-                ends = starts
-                continue
-            ends, start = {}, None  # start: where the field may begin so that all up to here belongs to it
-            for end, character in enumerate(name, 1):
-                if allowed is not None and character not in allowed:
-                    start = None
-                elif start is None and end - 1 in starts:
-                    start = end - 1
-                if start is not None:
-                    is_first = field == "iteration" and starts[start] is None
-                    ends[end] = name[start:end] if is_first else starts[start]
-        if len(name) not in ends:
-            return None
-        digits = ends[len(name)]
-        return NameMatch(None if digits is None else int(digits))
+            ends = starts if field is None else {}
+            for start, digits in starts.items() if field is not None else ():
+                for end in range(start + 1, len(name) + 1):
+                    if end in ends or (allowed is not None and name[end - 1] not in allowed):
+                        break  # from an earlier start, the field has gone on from here as far as it may
+                    ends[end] = name[start:end] if field == "iteration" and digits is None else digits
+        digits = ends.get(len(name))
+        return NameMatch(None if digits is None else int(digits)) if len(name) in ends else None
 
 
 def read_record(directory: Path, *, moves_damaged: bool = False) -> dict[str, Any]:
@@ -303,18 +294,14 @@ def parse_record(path: Path) -> dict[str, Any]:
         raise ValueError("it is nested too deep") from None
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
         raise ValueError(f"it is not a record of format {_FORMAT}")
-    wrong = [key for key, cls in _TYPES.items() if not isinstance(record.get(key), cls)]
-    if wrong or not all(isinstance(start, dict) for start in record["starts"]):
-        raise ValueError(f"these entries are not of the type that was written: {wrong or ['starts']}")
-    types = {"id": str, "iteration": int, "command": str}
-    commands = record.get("commands", [])
-    if not isinstance(commands, list) or not all(
-        isinstance(command, dict) and all(isinstance(command.get(key), cls) for key, cls in types.items())
-        for command in commands
-    ):
-        raise ValueError("commands is a list of those that were carried out or refused")
-    if not all(isinstance(name, str) for name in record["files"]):
-        raise ValueError("files is a list of names")
+    entries = {"commands": [], **record}  # which few runs have
+    wrong = {key for key, cls in _TYPES.items() if not isinstance(entries.get(key), cls)}
+    for key, types in _ROWS.items() if not wrong else ():
+        rows = entries[key]
+        if not all(isinstance(row, dict) and all(isinstance(row.get(k), cls) for k, cls in types.items()) for row in rows):
+            wrong.add(key)
+    if wrong or not all(isinstance(name, str) for name in record["files"]):
+        raise ValueError(f"these entries are not of the type that was written: {sorted(wrong) or ['files']}")
     if sum(NamePattern(name).fields for name in record["files"]) > _MAX_FIELDS:
         raise ValueError(f"its files have more than {_MAX_FIELDS} fields")
     return record
@@ -347,7 +334,7 @@ def write_record(
         kind, _, name = path.partition(".")
         changed[path] = [old, new]
         announce_change(kinds[kind][0] + name, old, new, kinds[kind][1])
-    logs = [entry.extension for entry in trainer.entries if getattr(entry.extension, "is_postprocessed", False)]
+    logs = (entry.extension for entry in trainer.entries if getattr(entry.extension, "is_postprocessed", False))
     postprocessed = sorted(name for log in logs for name in log.writes)
     generators = {} if earlier else _random.get_rng_state(trainer.updater)
     # What repeats the run is that with which it has begun; a later start tells only where it had something else.

@@ -35,7 +35,6 @@ from chainring.serializers.protocol import (
     announce_change,
     printing_changes,
     visit_if_stateful,
-    visit_optional,
     visit_setting,
 )
 from chainring.training import _preview
@@ -244,9 +243,6 @@ class Trainer(Stateful):
         self._entries[entry.name] = entry
         for key, function in (("extensions", extension), ("extension_triggers", entry.trigger)):
             self._run.carried.add(f"{key}/{entry.name}", function, is_visited=True)
-        loaded = self._run.loaded_state
-        with printing_changes(loaded.unprinted, is_complete=False):
-            loaded.restore(self, is_complete=False)
 
     @overload
     def get_extension(self, name: type[_E]) -> _E: ...
@@ -430,14 +426,9 @@ class Trainer(Stateful):
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
-            # What recognizes each extension in another run, in two entries; `LoadedState.begin` puts them together.
             here = [] if is_loading else [entry.identify(self) for entry in entries]
-            classes = serializer("extension_types", {row.name: [row.kind[1], row.trigger_class] for row in here})
-            identities = {row.name: [row.kind[0], *map(list, row.texts), row.trigger] for row in here}
-            identities = serializer("extension_identities", identities)
-
-            if is_loading or run.commands.done:
-                run.commands.done = visit_optional(serializer, "commands", [] if is_loading else run.commands.done)
+            identities = serializer("extension_identities", {row.name: row[1:] for row in here})
+            run.commands.done = serializer("commands", run.commands.done)
             if is_loading and run.commands.done:
                 from chainring.training._control import restore_stop_trigger  # which few runs need
 
@@ -445,10 +436,9 @@ class Trainer(Stateful):
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             stop_setting = describe(self.stop_trigger, as_setting=True)
             visit_setting(serializer, "stop_trigger_setting", stop_setting, "stop trigger")
-            if is_loading or run.commands.last_epoch:
-                last_epoch = visit_optional(serializer, "last_epoch", [] if is_loading else run.commands.last_epoch)
-                is_same = last_epoch[1:] == [stop_setting]  # with another stop trigger the run trains on
-                run.commands.last_epoch = last_epoch if is_same else []
+            last_epoch = serializer("last_epoch", run.commands.last_epoch)
+            if is_loading:  # with another stop trigger the run trains on
+                run.commands.last_epoch = last_epoch if last_epoch[1:] == [stop_setting] else []
             generators = _visit_generators(serializer["generators"], self, loaded.generators)
             observation = serializer["observation"]
             if isinstance(serializer, Deserializer):
@@ -459,16 +449,14 @@ class Trainer(Stateful):
                 for key in run.carried:
                     if not key.startswith("extension"):
                         run.carried.load(serializer[key], key)
-                loaded.begin(serializer, classes, identities, generators, self)
+                loaded.begin(serializer, identities, generators, self)
                 return  # extensions are loaded by `LoadedState`, now or when they are registered
             for key, value in self.reported.observation().items():
                 if is_scalar(value):
                     observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
             for entry in entries:
-                name, setting = entry.name, describe(entry.trigger, as_setting=True)
-                visit_if_stateful(serializer["extensions"], name, entry.extension)
-                visit_if_stateful(serializer["extension_triggers"], name, entry.trigger)
-                visit_setting(serializer["extension_trigger_settings"], name, setting, f"trigger of extension {name!r}")
+                visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
+                visit_if_stateful(serializer["extension_triggers"], entry.name, entry.trigger)
             if run.carried and isinstance(serializer, Serializer):
                 run.carried.save(serializer, self)
 
@@ -586,18 +574,16 @@ def _answer(trainer: Trainer) -> bool:
     if interruption.ends_run and not interruption.is_nested:
         interruption.needs_answer = True
         return True
-    wants = {want for want in ("snapshot", "lost snapshot", "commands") if want in interruption.wants}
+    wants = interruption.wants.copy()  # to which a signal or a thread may add
     interruption.wants -= wants
     if interruption.ends_run and not interruption.is_acknowledged:  # inside another run, which will end
         interruption.is_acknowledged = True
-        _take_final_snapshots(
-            trainer, _signal_name(interruption), "this run is inside another one, and continues to its end"
-        )
+        text = "this run is inside another one, and continues to its end"
+        _take_final_snapshots(trainer, _signal_name(interruption), text)
     elif "snapshot" in wants:
         _take_final_snapshots(trainer, signal.SIGUSR1.name, "the run continues")
     elif "lost snapshot" in wants:
         _take_final_snapshots(trainer, None)
-    trainer.is_final_snapshot = False
     if ("commands" in wants or commands.again) and _carry_out(trainer, "commands" in wants):
         return True
     last_epoch = commands.last_epoch
@@ -620,7 +606,6 @@ def _carry_out(trainer: Trainer, has_news: bool) -> bool:
         elif kind in ("call", "snapshot") or not trainer.is_replaying:  # a replay goes on to where the run was resumed
             ends |= kind == "stop"
             _take_final_snapshots(trainer, f"control: {kind}", "" if kind == "stop" else "the run continues", name)
-            trainer.is_final_snapshot = False
     return ends
 
 
@@ -691,31 +676,34 @@ def _take_final_snapshots(trainer: Trainer, cause: str | None, continuation: str
 
     Without a cause those with ``autoload`` are taken.
     """
+    snapshots = [entry for entry in trainer.entries if entry.is_snapshot]
+    due = [entry for entry in snapshots if (cause is not None or entry.optional("autoload")) and name in ("", entry.name)]
     trainer.is_final_snapshot = True
-    iteration, snapshots = trainer.updater.iteration, [entry for entry in trainer.entries if entry.is_snapshot]
-    asked = [entry for entry in snapshots if cause is not None or entry.optional("autoload")]
-    due = [entry for entry in asked if name in ("", entry.name)]
     try:
         if due:
             _take_snapshots(trainer, [_step_of(entry, trainer) for entry in due])
         for entry in due if cause is not None else ():  # only what is on the disk is reported as saved
             entry.optional("wait")()
     finally:
+        trainer.is_final_snapshot = False
         if cause is not None:
-            ends = "comes in" if continuation else "ends the run after"
-            rest = f"; {continuation}" if continuation else ""
-            written = [entry.optional("saved_iteration") for entry in snapshots]
-            saved = "nothing is saved, because no snapshot extension is registered"
-            if iteration in written:
-                saved = "its state is saved"
-            elif snapshots:
-                earlier = max((number for number in written if number is not None), default=None)
-                newest = "" if earlier is None else f"; the newest that this run has written is of iteration {earlier}"
-                saved = (
-                    "its state is not saved, because no snapshot extension has written one of the trainer: they save other "
-                    f"objects, their condition was false, or the write failed{newest}"
-                )
-            info(f"{cause} {ends} iteration {iteration}: {saved}{rest}", follows_signal=True)
+            iteration, ends = trainer.updater.iteration, "comes in" if continuation else "ends the run after"
+            text = f"{cause} {ends} iteration {iteration}: {_describe_saved(snapshots, iteration)}"
+            info(f"{text}; {continuation}" if continuation else text, follows_signal=True)
+
+
+def _describe_saved(snapshots: list[Entry], iteration: int) -> str:
+    """Return in words whether the state of an iteration is saved."""
+    if not snapshots:
+        return "nothing is saved, because no snapshot extension is registered"
+    written = [number for entry in snapshots if (number := entry.optional("saved_iteration")) is not None]
+    if iteration in written:
+        return "its state is saved"
+    newest = f"; the newest that this run has written is of iteration {max(written)}" if written else ""
+    return (
+        "its state is not saved, because no snapshot extension has written one of the trainer: they save other objects, "
+        f"their condition was false, or the write failed{newest}"
+    )
 
 
 def _describe_finished(trainer: Trainer) -> str:
