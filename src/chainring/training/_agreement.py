@@ -129,19 +129,17 @@ def _read_setting(path: str) -> Any:
 
 
 def _updater_settings(updater: Any) -> dict[str, Any]:
-    names = ("accumulate", "precision", "accumulate_across_epochs", "virtual_ranks", "balance", "audit", "compile")
-    settings: dict[str, Any] = {
+    settings = {
         "class": type(updater).__qualname__,
-        **{name: getattr(updater, name, None) for name in names},
-        **{name: _name_of_function(getattr(updater, name, None)) for name in ("loss_func", "converter")},
         "type of device": getattr(getattr(updater, "device", None), "type", None),
+        **{name: getattr(updater, name, None) for name in ("precision", "balance", "audit")},
+        **_arguments(updater),
     }
     callbacks = getattr(updater, "callbacks", None)
     for stage, functions in vars(callbacks).items() if isinstance(callbacks, UpdateCallbacks) else ():
         if isinstance(functions, tuple):  # only functions of the library: one of the user may be for one rank, to print
-            settings[stage] = [
-                (function.__qualname__, *_closed_over(function)) for function in functions if _is_ours(function)
-            ]
+            ours = [function for function in functions if _is_ours(function)]
+            settings[stage] = [(function.__qualname__, *_closed_over(function)) for function in ours]
     return settings
 
 
@@ -176,10 +174,8 @@ def _model_settings(model: Any) -> dict[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, _Replicated):
             hooks = [_name_of_function(hook) for hook, _ in getattr(module, "_comm_hooks", ())]
-            settings[f"{clean(name)} in DDP"] = {
-                **{key: getattr(module, key, None) for key in _DDP_SETTINGS},
-                "hooks": hooks,
-            }
+            values = {key: getattr(module, key, None) for key in _DDP_SETTINGS}
+            settings[f"{clean(name)} in DDP"] = {**values, "hooks": hooks}
     return settings
 
 
@@ -203,7 +199,7 @@ def _extension_settings(entry: Entry, trainer: Trainer) -> dict[str, Any]:
     extension = entry.extension
     settings = {
         "classes": [type(extension).__name__, type(entry.trigger).__name__],
-        "trigger": describe(entry.trigger, as_setting=True),
+        "trigger": entry.trigger_text,
         "priority": entry.priority,
         "invoke_before_training": entry.invoke_before_training,
         **_arguments(extension),
@@ -226,7 +222,7 @@ def _arguments(obj: Any) -> dict[str, Any]:
     arguments = {name: value for name, value in getattr(obj, "__dict__", {}).items() if name in names}
     return {
         **{name: value for name, value in arguments.items() if isinstance(value, _PLAIN)},
-        **{name: _name_of_function(value) for name, value in arguments.items() if inspect.isroutine(value)},
+        **{name: _name_of_function(value) for name, value in arguments.items() if callable(value)},
         **{name: describe(value, as_setting=True) for name, value in arguments.items() if isinstance(value, Trigger)},
     }
 

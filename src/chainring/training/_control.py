@@ -183,9 +183,7 @@ def due_commands(trainer: Trainer, commands: Any, has_news: bool) -> Iterator[tu
             for group in optimizers[choose("optimizer", command.name, optimizers)].param_groups:
                 group["lr"] = filled(group["lr"], command.value)
         elif command.kind == "weights":
-            mixtures = _mixtures_of(trainer)
-            sources = {name: iterator.sources.names for name, iterator in mixtures.items()}
-            mixtures[choose_mixture(command.value, sources)].change_weights(command.value)
+            _mixture_of(trainer, command.value).change_weights(command.value)
 
 
 def restore_stop_trigger(trainer: Trainer, done: Iterable[Mapping[str, Any]]) -> None:
@@ -259,9 +257,7 @@ def _check(trainer: Trainer, command: Command) -> Any:
     if command.kind == "snapshot" and not any(entry.is_snapshot for entry in entries.values()):
         raise ValueError("no snapshot extension is registered; extend the trainer by extensions.snapshot()")
     if command.kind == "weights":
-        mixtures = _mixtures_of(trainer)
-        sources = {name: iterator.sources.names for name, iterator in mixtures.items()}
-        iterator = mixtures[choose_mixture(command.value, sources)]
+        iterator = _mixture_of(trainer, command.value)
         copy.copy(iterator).change_weights(command.value)
         return dict(iterator.weights)
     if command.kind == "lr":
@@ -283,9 +279,10 @@ def _check(trainer: Trainer, command: Command) -> Any:
     return None
 
 
-def _mixtures_of(trainer: Trainer) -> dict[str, Any]:
+def _mixture_of(trainer: Trainer, weights: Mapping[str, float]) -> Any:
     iterators = trainer.updater.get_all_iterators()
-    return {name: iterator for name, iterator in iterators.items() if hasattr(iterator, "change_weights")}
+    sources = {name: each.sources.names for name, each in iterators.items() if hasattr(each, "change_weights")}
+    return iterators[choose_mixture(weights, sources)]
 
 
 def _print_reported(trainer: Trainer, before: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from chainring._naming import unwrap
 from chainring._random import digest
 from chainring.serializers._models import OptimizerState
 from chainring.serializers.protocol import StateCollector
-from chainring.training._unsaved import leaves
+from chainring.training._texts import leaves
 from chainring.training.updaters.base import Updater
 
 

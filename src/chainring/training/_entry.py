@@ -62,6 +62,7 @@ class Entry:
     Attributes:
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
         base_name: the name without the number that made it unique.
+        trigger_text: the trigger as a setting.
         fires: the call of the trigger, or ``None`` if it fires in every iteration.
         observe, observe_start, before_snapshot: methods of the extension, or ``None`` if it does not define them.
         call: calls the extension.
@@ -106,6 +107,7 @@ class Entry:
         given = get_trigger(first_given(trigger, getattr(extension, "trigger", None), self.defaults.trigger))
         key = getattr(extension, "ranked_key", None)
         self.trigger = RankingTrigger(key, given) if isinstance(key, str) else given
+        self.trigger_text = describe(self.trigger, as_setting=True)
         # By type: a trigger around another may pass the attributes of that one on.
         always = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
         self.fires: Callable[[Trainer], bool] | None = None if always else _bound(self.trigger)
@@ -138,8 +140,7 @@ class Entry:
             tuple(map(str, each)) if isinstance(each, (tuple, list)) else () for each in (given, trigger_given)
         )
         kind = self.base_name, type(self.extension).__name__
-        trigger = describe(self.trigger, as_setting=True)
-        return Identity(self.name, kind, texts, type(self.trigger).__name__, trigger_texts, trigger)
+        return Identity(self.name, kind, texts, type(self.trigger).__name__, trigger_texts, self.trigger_text)
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         """Call the extension's ``on_error``, if it has one, with the traceback if it demands three arguments."""

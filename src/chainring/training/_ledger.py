@@ -61,8 +61,6 @@ _NAMES = struct.Struct("<H")
 _DIGESTS = struct.Struct("<QII")
 _BLOCK_SIZE = _BLOCK.size + _CRC.size
 _LARGEST_FILE = 1 << 31  # bytes, of more than forty million iterations
-_LARGEST = 1 << 28  # bytes of a payload
-_MOST_LOSSES = 255
 _REMEDY = "take the file from a copy, or let the run continue from a snapshot before, which writes it again from there"
 
 Bits = tuple[int, int]
@@ -144,8 +142,6 @@ class Ledger:
                 previous, last = last, first + count - 1
                 start = _NAMES.size + _NAMES.unpack_from(payload)[0]
                 names = _parse_names(payload[_NAMES.size : start])
-                if len(names) > _MOST_LOSSES:
-                    raise ValueError(f"it has {len(names)} losses")
                 rows = np.frombuffer(payload[start:], _row_type(len(names)), count)
                 if rows["types"].size and rows["types"].max() >= len(LOSS_TYPES):
                     raise ValueError("a loss has an unknown type")
@@ -306,7 +302,7 @@ def _blocks(path: Path, content: bytes) -> Iterator[tuple[int, int, memoryview] 
                 yield f"{where} is incomplete or damaged: its checksum is another one"
                 return
             raise LedgerError(f"{where} is damaged: its checksum is another one; {_REMEDY}")
-        if stated != number or not 1 <= rows <= ROWS or length > _LARGEST or first < 1 or first + rows > 2**62:
+        if stated != number or not 1 <= rows <= ROWS or first < 1 or first + rows > 2**62:
             raise LedgerError(f"{where} says that it is block {stated}: blocks are missing or were moved; {_REMEDY}")
         yield first, rows, payload
         number += 1

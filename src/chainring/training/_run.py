@@ -270,7 +270,8 @@ class Run:
         except RanksLost as loss:
             _random.put_generators(generators)
             self._go_on(trainer, loss)
-        _call_before_training(trainer, self.repeat, self.loaded_state)
+        _call_before_training(trainer, self.repeat)
+        _restore_generators(trainer, self.repeat, self.loaded_state)
 
     def _initialize(self, trainer: Trainer) -> None:
         """Record this start in ``out``, and initialize what runs."""
@@ -406,12 +407,9 @@ def _share_generators(trainer: Trainer) -> None:
     _random.set_rng_state(trainer.comm.broadcast_object(_random.get_rng_state(trainer.updater)), trainer.updater)
 
 
-def _call_before_training(trainer: Trainer, repeat: Callable[..., Any], loaded: LoadedState) -> None:
-    """Call the extensions with ``invoke_before_training``, and give each rank its generators.
-
-    In a resumed run, what the extensions report is discarded.
-    """
-    observation, watchers, comm = trainer.observation, trainer.reporter.media_watchers, trainer.comm
+def _call_before_training(trainer: Trainer, repeat: Callable[..., Any]) -> None:
+    """Call the extensions with ``invoke_before_training``; in a resumed run, what they report is discarded."""
+    observation, watchers = trainer.observation, trainer.reporter.media_watchers
     trainer.observation = {}
     with trainer.reporter.scope(trainer.observation):
         for entry in trainer.entries:
@@ -430,6 +428,11 @@ def _call_before_training(trainer: Trainer, repeat: Callable[..., Any], loaded: 
     trainer.extension_name = None
     if trainer.is_resumed:
         trainer.observation, trainer.reporter.media_watchers = observation, watchers
+
+
+def _restore_generators(trainer: Trainer, repeat: Callable[..., Any], loaded: LoadedState) -> None:
+    """Give each rank its generators, immediately before the first update."""
+    comm = trainer.comm
     is_shared = comm.survives and getattr(trainer.updater, "virtual_ranks", None) is not None
     rank = 0 if is_shared else comm.rank
     state = (loaded.generators or {}).get(str(rank))

@@ -37,8 +37,8 @@ from chainring._progress import Trainer
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import announce_change
 from chainring.training._ledger import MAGIC, Ledger, cut_back
-from chainring.training._settings import Settings, as_json, to_record
-from chainring.training._unsaved import checksum
+from chainring.training._settings import as_json, leaves, to_record
+from chainring.training._texts import checksum
 
 RECORD = "run.json"
 CONTROL = "control.jsonl"
@@ -328,12 +328,13 @@ def write_record(
         "device": ("device", inexact),
         "threads": ("threads", inexact),
     }
-    before, now = (Settings.recorded({key: record.get(key) for key in kinds}) for record in (earlier, settings))
+    before, now = (dict(leaf for kind in kinds for leaf in leaves(kind, record.get(kind))) for record in (earlier, settings))
     changed = {}
-    for path, old, new in before.differences(now) if earlier else ():
-        kind, _, name = path.partition(".")
-        changed[path] = [old, new]
-        announce_change(kinds[kind][0] + name, old, new, kinds[kind][1])
+    for path in dict.fromkeys([*before, *now]) if earlier else ():
+        if (old := before.get(path)) != (new := now.get(path)):
+            kind, _, name = path.partition(".")
+            changed[path] = [old, new]
+            announce_change(kinds[kind][0] + name, old, new, kinds[kind][1])
     logs = (entry.extension for entry in trainer.entries if getattr(entry.extension, "is_postprocessed", False))
     postprocessed = sorted(name for log in logs for name in log.writes)
     generators = {} if earlier else _random.get_rng_state(trainer.updater)

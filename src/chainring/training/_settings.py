@@ -39,10 +39,10 @@ class Settings(dict[str, Any]):
     @classmethod
     def recorded(cls, record: Mapping[str, Any]) -> Settings:
         """Return those that the record of a run has, with those that a resume has changed."""
-        settings = cls(leaf for name in _RECORDED for leaf in _leaves(name, record.get(name)))
+        settings = cls(leaf for name in _RECORDED for leaf in leaves(name, record.get(name)))
         plan, needed = record.get("plan"), record.get("reproduction")
         if isinstance(needed, dict):
-            settings |= [leaf for name in ("distributions", "environment") for leaf in _leaves(name, needed.get(name))]
+            settings |= [leaf for name in ("distributions", "environment") for leaf in leaves(name, needed.get(name))]
         if isinstance(plan, dict):
             settings["plan.stop_trigger"] = plan.get("stop_trigger")
             entries = plan.get("extensions")
@@ -65,14 +65,14 @@ class Settings(dict[str, Any]):
         return [pair for pair in pairs if pair.value != pair.other]
 
 
-def _leaves(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+def leaves(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the values in nested containers by their paths; a list of plain values is one value."""
     if isinstance(value, dict) and value and depth < _DEEPEST:
         for key, item in value.items():
-            yield from _leaves(f"{path}.{key}", item, depth + 1)
+            yield from leaves(f"{path}.{key}", item, depth + 1)
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value) and depth < _DEEPEST:
         for index, item in enumerate(value):
-            yield from _leaves(f"{path}[{index}]", item, depth + 1)
+            yield from leaves(f"{path}[{index}]", item, depth + 1)
     elif value != {}:
         yield path, value
 

@@ -20,7 +20,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePath
@@ -32,17 +32,16 @@ import torch
 from torch import Tensor, nn
 
 from chainring._callables import defined_by, is_taken_apart, origin_of_module, references
-from chainring._distributed.sharding import to_local
 from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring._random import generator_state, is_generator
 from chainring.iterators._order import generators_of, members_of
 from chainring.iterators._states import state_methods
+from chainring.training._texts import checksum, describe
 
 Attributes = dict[str, str]
 """By path, such as ``updater.model:main.encoder.counter``, the text of what is there."""
 
-_MAX_WRITTEN = 4  # elements up to which a tensor is written out
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _VALUES = (enum.Enum, Fraction, Decimal, PurePath, datetime.date, datetime.time, datetime.timedelta, range, slice)
 _BUFFERS = (bytearray, memoryview, array.array)
@@ -69,67 +68,11 @@ _SETTINGS = (torch.get_default_dtype, torch.get_float32_matmul_precision, torch.
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
 
-def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each value in nested containers that is not a container itself, with its path."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(f"{path}/{key}", item)
-    elif isinstance(value, (list, tuple, deque)):
-        for index, item in enumerate(value):
-            yield from leaves(f"{path}/{index}", item)
-    elif isinstance(value, (set, frozenset)):
-        yield from leaves(path, sorted(value, key=repr))
-    else:
-        yield path, value
-
-
 def _items(container: Any) -> Iterable[tuple[Any, Any]]:
     """Return the items of a container with their keys or positions, those of a set in an order that no hash decides."""
     if isinstance(container, dict):
         return container.items()
     return enumerate(sorted(container, key=repr) if isinstance(container, (set, frozenset)) else container)
-
-
-def describe_leaves(path: str, value: Any) -> dict[str, str]:
-    """Return the descriptions of all values in nested containers by path."""
-    return {leaf_path: describe(leaf) for leaf_path, leaf in leaves(path, value)}
-
-
-def describe(value: Any) -> str:
-    """Return a plain value as Python writes it, a large array as dtype, shape and CRC-32, anything else as its class.
-
-    Of a sharded tensor it is the shard of this rank.
-    """
-    value = to_local(as_tensor(value))
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        value = value.tolist()
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        if value.is_meta:
-            return f"{dtype} {tuple(value.shape)} without data"
-        if value.numel() <= _MAX_WRITTEN and not value.is_complex():
-            return f"{dtype} {value.tolist()}"
-        return f"{dtype} {tuple(value.shape)} of CRC {zlib.crc32(bytes_of(value).numpy().data):08x}"
-    if isinstance(value, (bool, int, float, complex, str, bytes, list, type(None), np.generic)):
-        return repr(value)
-    return type(value).__name__
-
-
-def checksum(value: Any) -> str:
-    """Return one CRC-32 of everything in nested containers."""
-    return f"{zlib.crc32(repr(describe_leaves('', value)).encode()):08x}"
-
-
-def as_tensor(value: Any) -> Any:
-    """Return a numeric array as a tensor, and anything else as it is."""
-    is_numeric = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
-    return torch.from_numpy(value.copy()) if is_numeric else value
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as uint8 in one dimension."""
-    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    return dense.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_time(value: Any) -> bool:
@@ -143,9 +86,8 @@ def is_time(value: Any) -> bool:
     number = float(value)
     if isinstance(value, (int, np.integer)):
         return number > 1e12 and any(abs(number / 1e9 - clock()) < 86400 for clock in _CLOCKS)
-    if abs(number - time.time()) < 86400:
-        return True
-    return not number.is_integer() and any(-600 < number - clock() < 1 for clock in _CLOCKS)
+    is_recent = not number.is_integer() and any(-600 < number - clock() < 1 for clock in _CLOCKS)
+    return is_recent or abs(number - time.time()) < 86400
 
 
 def attributes_of(trainer: Trainer, *, in_modules: bool = False) -> Attributes:
@@ -204,10 +146,9 @@ def _has_changed(before: str | None, between: str | None, after: str) -> bool:
     is_foreign = after.endswith(_FOREIGN)
     if before == after or between is None:
         return before is not None and before != after and not is_foreign
-    if is_foreign and before in (None, between):
-        return False
-    may_be_cache = is_foreign or before in (None, "None")
-    return between != after or not may_be_cache
+    if is_foreign:
+        return between != after and before not in (None, between)
+    return between != after or before not in (None, "None")
 
 
 def unsaved(paths: Iterable[str], expected: Attributes, loaded: Attributes) -> dict[str, str]:

@@ -71,11 +71,9 @@ class Trainer(Stateful):
         stop_trigger: when training ends. A pair is a length to be *reached*: ``(20, "epoch")``, ``(1000, "iteration")``
             or ``(3600, "second")``, counted from the start of training, including the runs before a resume. ``None``
             trains until the data run out.
-        out: the directory in which the run writes; it is created when the run starts. ``~`` is the home directory. A
-            relative path is resolved at construction, so that a later change of the working directory does not move the
-            run. It can also be an address
-            in an object store, such as ``"s3://bucket/run"`` (or ``gs``, ``az``, ``memory``), which requires
-            ``chainring[remote]``.
+        out: the directory in which the run writes; it is created when the run starts. ``~`` is the home directory, and a
+            relative path is resolved at construction. It can also be an address in an object store, such as
+            ``"s3://bucket/run"`` (or ``gs``, ``az``, ``memory``), which requires ``chainring[remote]``.
         extensions: extensions to register, as with `extend`.
         config: the settings of the run, such as ``vars(args)``, which are recorded with its results.
         continue_after_sigusr1: True if SIGUSR1 takes all snapshots at the end of the iteration, and the run continues;
@@ -275,24 +273,22 @@ class Trainer(Stateful):
             return self._entries[name].extension
         if not isinstance(name, type):
             raise TypeError(f"an extension is known by its name or its class, such as LogReport; got {name!r}")
-        extensions = {key: entry.extension for key, entry in self._entries.items()}
-        matching = {key: extension for key, extension in extensions.items() if type(extension) is name}
-        matching = matching or {key: extension for key, extension in extensions.items() if isinstance(extension, name)}
+        entries = self._entries.values()
+        matching = [entry for entry in entries if type(entry.extension) is name]
+        matching = matching or [entry for entry in entries if isinstance(entry.extension, name)]
         if not matching:
-            registered = (f"{key} ({type(extension).__name__})" for key, extension in extensions.items())
-            raise KeyError(f"no extension of class {name.__name__}; registered: {', '.join(registered) or 'none'}")
-        first, *others = matching.values()
-        if any(other is not first for other in others):
+            registered = ", ".join(f"{entry.name} ({type(entry.extension).__name__})" for entry in entries)
+            raise KeyError(f"no extension of class {name.__name__}; registered: {registered or 'none'}")
+        if any(entry.extension is not matching[0].extension for entry in matching):
             raise ValueError(
                 f"get_extension({name.__name__}) returns the only extension of that class, and there are {len(matching)}: "
-                f"{', '.join(matching)}; give the name of one of them"
+                f"{', '.join(entry.name for entry in matching)}; give the name of one of them"
             )
-        return first
+        return matching[0].extension
 
     def __repr__(self) -> str:
-        iteration, names = self.updater.iteration, ", ".join(entry.name for entry in self.entries)
-        until = describe(self.stop_trigger)
-        return f"<Trainer after iteration {iteration} of {until}, out={self.out!r}, with {names or 'no extensions'}>"
+        names, until = ", ".join(entry.name for entry in self.entries) or "no extensions", describe(self.stop_trigger)
+        return f"<Trainer after iteration {self.updater.iteration} of {until}, out={self.out!r}, with {names}>"
 
     def run(self) -> None:
         """Train until the stop trigger fires or the data run out.

@@ -74,6 +74,10 @@ class Trigger(Stateful):
         """
         return ()
 
+    def for_stopping(self) -> Callable[[Trainer], bool]:
+        """Return what it is as a stop trigger, of which intervals are lengths to be reached; by default itself."""
+        return self
+
     def initialize(self, trainer: Trainer) -> None:
         """Prepare for a run, after saved state was restored; refuse a trainer with which the trigger cannot work.
 
@@ -160,6 +164,9 @@ class IntervalTrigger(Trigger):
             numerator, denominator = self._ratio
             self._next_check = (crossed + 1) * numerator / denominator * (1 - 2**-50)  # a little less, for the rounding
 
+    def for_stopping(self) -> Callable[[Trainer], bool]:
+        return ReachedTrigger(self.period, self.unit)
+
     def get_training_length(self) -> tuple[float, str]:
         """Return the period and its unit, for an extension that shows the progress of training."""
         return self.period, self.unit
@@ -213,9 +220,7 @@ class TimeTrigger(Trigger):
         self._restored_seconds = 0.0
 
     def ask(self, trainer: Trainer) -> bool:
-        seconds = time.monotonic() - self._started_at
-        if trainer.comm.world.size > 1:  # clocks differ, and ranks must agree
-            seconds = trainer.comm.broadcast_object(seconds)
+        seconds = _agreed(trainer, time.monotonic() - self._started_at)
         if seconds < self._next:
             return False
         self._next = self._next_multiple(seconds)
@@ -381,17 +386,13 @@ class ReachedTrigger:
 
     def __call__(self, trainer: Trainer) -> bool:
         """Return True if the point is reached."""
-        updater, is_reached = trainer.updater, False
+        updater = trainer.updater
         if self.unit == "iteration":
-            is_reached = updater.iteration >= self._float_length
-        elif self.unit == "epoch":
+            return updater.iteration >= self._float_length  # type: ignore[no-any-return]
+        if self.unit == "epoch":
             # hot path: "no extension" of benchmarks/overhead.py. Far from the point a float is enough.
-            is_reached = updater.epoch_detail >= self._first_check and count_progress(updater, "epoch") >= self._length
-        else:
-            is_reached = trainer.elapsed_time >= self._float_length
-            if trainer.comm.world.size > 1:  # clocks differ, and ranks must agree
-                is_reached = trainer.comm.broadcast_object(is_reached)
-        return is_reached
+            return updater.epoch_detail >= self._first_check and count_progress(updater, "epoch") >= self._length
+        return _agreed(trainer, trainer.elapsed_time) >= self._float_length
 
     def get_training_length(self) -> tuple[float, str]:
         """Return the length and its unit, for an extension that shows the progress of training."""
@@ -401,88 +402,9 @@ class ReachedTrigger:
         return f"ReachedTrigger({self.length}, {self.unit!r})"
 
 
-class CombinedTrigger(Trigger):
-    """Asks several triggers in every iteration, and fires when any, or all, of them do; see `any_of` and `all_of`."""
-
-    def __init__(self, combine: Callable[[Iterable[bool]], bool], triggers: Sequence[Callable[[Trainer], bool]]) -> None:
-        self._combine, self._triggers = combine, triggers
-        units = {getattr(trigger, "unit", "iteration") for trigger in triggers}
-        self.unit = next((unit for unit in ("second", "epoch") if unit in units), "iteration")  # for a plan of the run
-
-    @property
-    def predictable(self) -> bool:  # type: ignore[override]
-        """True if all of them are."""
-        return all(getattr(trigger, "predictable", False) for trigger in self._triggers)
-
-    def ask(self, trainer: Trainer) -> bool:
-        return self._combine([bool(trigger(trainer)) for trigger in self._triggers])
-
-    @property
-    def watched_keys(self) -> Sequence[str]:
-        return [key for trigger in self._triggers for key in keys_of(trigger)]
-
-    def identity(self, trainer: Trainer) -> Sequence[str]:
-        return [describe(trigger, as_setting=True) for trigger in self._triggers]
-
-    def initialize(self, trainer: Trainer) -> None:
-        super().initialize(trainer)
-        for trigger in self._triggers:
-            trainer.initialize_trigger(trigger)
-
-    def for_stopping(self) -> CombinedTrigger:
-        """Return the same as a stop trigger, of which intervals are lengths to be reached."""
-        return CombinedTrigger(self._combine, list(map(get_stop_trigger, self._triggers)))
-
-    def get_training_length(self) -> tuple[float, str] | None:
-        """Return the length of the only trigger that has one, where it alone ends training; ``None`` where none is known."""
-        lengths = [getattr(trigger, "get_training_length", lambda: None)() for trigger in self._triggers]
-        known = [length for length in lengths if length is not None]
-        return known[0] if self._combine is any and len(known) == 1 else None
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        super().serialize(serializer)
-        for index, trigger in enumerate(self._triggers):
-            serialize_inner_trigger(serializer, f"trigger_{index}", trigger)
-
-    def __repr__(self) -> str:
-        return f"{self._combine.__name__}_of({', '.join(map(describe, self._triggers))})"
-
-
-def any_of(*triggers: TriggerLike) -> Trigger:
-    """Return a trigger that fires when one or more of several do.
-
-    All are asked in every iteration, and saved with the run, so that each keeps its own count. As a stop trigger, a pair
-    among them is a length to be *reached*.
-
-    Example::
-
-        trainer.extend(extensions.snapshot(), trigger=any_of((1000, "iteration"), (600, "second")))
-
-    Args:
-        triggers: one or more, each as for `get_trigger`.
-
-    Raises:
-        TypeError: one of them is not a trigger, or there is none.
-        ValueError: the period or unit of one is invalid.
-    """
-    return _combine(any, triggers)
-
-
-def all_of(*triggers: TriggerLike) -> Trigger:
-    """Return a trigger that fires when all of several fire in the same iteration; all else is as for `any_of`.
-
-    Example::
-
-        stop = all_of((10, "epoch"), EarlyStoppingTrigger(max_trigger=None))  # not before ten epochs
-    """
-    return _combine(all, triggers)
-
-
-def _combine(combine: Callable[[Iterable[bool]], bool], triggers: Sequence[TriggerLike]) -> CombinedTrigger:
-    if not triggers:
-        name = f"{combine.__name__}_of"
-        raise TypeError(f'{name} takes one trigger or more; write {name}((1, "epoch"), other)')
-    return CombinedTrigger(combine, list(map(get_trigger, triggers)))
+def _agreed(trainer: Trainer, seconds: float) -> float:
+    """Return the seconds of rank 0: clocks differ, and ranks must agree."""
+    return float(trainer.comm.broadcast_object(seconds)) if trainer.comm.world.size > 1 else seconds
 
 
 def never(trainer: Trainer) -> bool:
@@ -554,9 +476,7 @@ def get_stop_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
         TypeError: it is neither a trigger nor a pair.
         ValueError: the length is below 0, or the unit is unknown.
     """
-    if isinstance(trigger, IntervalTrigger):
-        return ReachedTrigger(trigger.period, trigger.unit)
-    if isinstance(trigger, CombinedTrigger):
+    if isinstance(trigger, Trigger):
         return trigger.for_stopping()
     if trigger is None or callable(trigger):
         return get_trigger(trigger)
