@@ -199,7 +199,7 @@ def _extension_settings(entry: Entry, trainer: Trainer) -> dict[str, Any]:
     extension = entry.extension
     settings = {
         "classes": [type(extension).__name__, type(entry.trigger).__name__],
-        "trigger": entry.trigger_text,
+        "trigger": describe(entry.trigger, as_setting=True),
         "priority": entry.priority,
         "invoke_before_training": entry.invoke_before_training,
         **_arguments(extension),

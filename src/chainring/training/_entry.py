@@ -62,7 +62,6 @@ class Entry:
     Attributes:
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
         base_name: the name without the number that made it unique.
-        trigger_text: the trigger as a setting.
         fires: the call of the trigger, or ``None`` if it fires in every iteration.
         observe, observe_start, before_snapshot: methods of the extension, or ``None`` if it does not define them.
         call: calls the extension.
@@ -104,17 +103,14 @@ class Entry:
         check_priority(priority)
         self.extension: Any = extension
         self.call: Callable[[Trainer], Any] = _bound(extension)
-        given = get_trigger(first_given(trigger, getattr(extension, "trigger", None), self.defaults.trigger))
-        key = getattr(extension, "ranked_key", None)
+        given, key = get_trigger(first_given(trigger, self.optional("trigger"))), self.optional("ranked_key")
         self.trigger = RankingTrigger(key, given) if isinstance(key, str) else given
-        self.trigger_text = describe(self.trigger, as_setting=True)
         # By type: a trigger around another may pass the attributes of that one on.
         always = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
         self.fires: Callable[[Trainer], bool] | None = None if always else _bound(self.trigger)
-        self.priority: int = plain(first_given(priority, getattr(extension, "priority", None), self.defaults.priority))
-        default = getattr(extension, "invoke_before_training", None)
-        self.invoke_before_training: bool = first_given(invoke_before_training, default, False)
-        self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
+        self.priority: int = plain(first_given(priority, self.optional("priority")))
+        self.invoke_before_training: bool = first_given(invoke_before_training, self.optional("invoke_before_training"))
+        self.is_snapshot: bool = self.optional("is_snapshot")
         self.place = user_place()
         self.is_due = False
         # Of the extension and of its trigger, unless it is inherited, or something else of the user's.
@@ -139,8 +135,8 @@ class Entry:
         texts, trigger_texts = (
             tuple(map(str, each)) if isinstance(each, (tuple, list)) else () for each in (given, trigger_given)
         )
-        kind = self.base_name, type(self.extension).__name__
-        return Identity(self.name, kind, texts, type(self.trigger).__name__, trigger_texts, self.trigger_text)
+        kind, trigger = (self.base_name, type(self.extension).__name__), describe(self.trigger, as_setting=True)
+        return Identity(self.name, kind, texts, type(self.trigger).__name__, trigger_texts, trigger)
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         """Call the extension's ``on_error``, if it has one, with the traceback if it demands three arguments."""

@@ -41,7 +41,6 @@ from chainring.serializers.protocol import (
     visit_if_stateful,
 )
 from chainring.training._advice import closing_lines
-from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._entry import Entry, LoadedState, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training.updaters._arguments import origin_of
@@ -97,28 +96,34 @@ class Run:
                 self._remote = RemotePlace(trainer.url)
                 self._remote.claim(trainer.out)
                 self.store = Snapshots(self._remote)
-            self.store, tell = trainer.store, trainer.interruption.request_commands
-            try:
-                self._directory = self._directory or RunDirectory(trainer.out, self.store, tell, trainer.comm.lost)
-            except BlockingIOError as error:
-                from chainring._distributed.launchers import read_rank_info  # which few programs need
-
-                if several or (ranks := read_rank_info(os.environ).size) == 1:
-                    raise
-                raise BlockingIOError(
-                    f"{trainer.out} is written by another of the {ranks} processes that were started together, and each "
-                    "trains alone: give StandardUpdater(..., comm=create_communicator()), of chainring.parallel, so that "
-                    "they train one model"
-                ) from error
+            self._take_directory(trainer)
         if several:
-            check_agreement(trainer)
-            check_out(trainer.store, trainer.comm)
-        if trainer.comm.world.size > trainer.comm.size and not trainer.is_resumed:
-            check_generators(trainer)
+            from chainring.training import _agreement  # which few programs need
+
+            _agreement.check_agreement(trainer)
+            _agreement.check_out(trainer.store, trainer.comm)
+            if trainer.comm.world.size > trainer.comm.size and not trainer.is_resumed:
+                _agreement.check_generators(trainer)
         entries, state = [entry for entry in trainer.entries if entry.optional("autoload")], None
         if not trainer.is_replaying and (not trainer.is_resumed or self.loaded_state.gives_way):
             state = _newest_state(trainer, entries)
         self._start(trainer, entries, state)
+
+    def _take_directory(self, trainer: Trainer) -> None:
+        """Let this process write in ``out``, unless it does already."""
+        self.store, tell = trainer.store, trainer.interruption.request_commands
+        try:
+            self._directory = self._directory or RunDirectory(trainer.out, self.store, tell, trainer.comm.lost)
+        except BlockingIOError as error:
+            from chainring._distributed.launchers import read_rank_info  # which few programs need
+
+            if trainer.comm.world.size > 1 or (ranks := read_rank_info(os.environ).size) == 1:
+                raise
+            raise BlockingIOError(
+                f"{trainer.out} is written by another of the {ranks} processes that were started together, and each "
+                "trains alone: give StandardUpdater(..., comm=create_communicator()), of chainring.parallel, so that "
+                "they train one model"
+            ) from error
 
     def open_again(self, trainer: Trainer, start: Callable[[Trainer], None]) -> None:
         """Start the run; if ranks are lost before the others have loaded its state, start it again from the beginning."""
@@ -176,9 +181,8 @@ class Run:
         info(text := f"{loss}, and do again what comes after iteration {trainer.updater.iteration}")
         self._notes = {"lost": text}
         trainer.interruption.begin_anew()
-        if trainer.comm.is_main and self._directory is None:
-            self.store, tell = trainer.store, trainer.interruption.request_commands
-            self._directory = RunDirectory(trainer.out, self.store, tell, trainer.comm.lost)
+        if trainer.comm.is_main:
+            self._take_directory(trainer)
 
     def explain(self, trainer: Trainer, error: BaseException) -> BaseException:
         """Return the error that ends the run, with notes that say where it was raised and what helps."""
