@@ -58,7 +58,8 @@ def closely(rows):
 def lost(bench, number, draw, place, start=Bench.run, stops=20):
     """Of 2 to 5 ranks, 1 or more are killed, in every third try rank 0, two at once in every fifth; or one is stopped.
 
-    In some tries they are lost while the run starts, as a new one or from a snapshot, and in some when it ends. `start`
+    In some tries they are lost while they form their first group, or the run starts, as a new one or from a snapshot, and in
+    some when it ends. `start`
     runs the ranks; one is stopped in one of so many tries.
     """
     size = 2 + number % 4
@@ -82,9 +83,14 @@ def lost(bench, number, draw, place, start=Bench.run, stops=20):
         **KINDS[number % len(KINDS)],
         "written": "csv tensorboard mlflow" if number % 20 == 5 else "csv tensorboard recorder" if number % 4 == 1 else "",
     }
-    at, resumed = draw.choice(["start", "start", "end", "", "", "", "", ""]), draw.choice([1, size, 0, 0])
+    at, resumed = draw.choice(["first", "start", "end", "", "", "", "", ""]), draw.choice([1, size, 0, 0])
     if at:
-        moment = {"start": (0, draw.uniform(0, 0.3)), "end": (20, draw.uniform(0, 0.1))}[at]
+        moments = {
+            "first": (-1, draw.uniform(0, 0.1)),
+            "start": (0, draw.uniform(0, 0.3)),
+            "end": (20, draw.uniform(0, 0.1)),
+        }
+        moment = moments[at]
         first = losses[0][2]
         losses = [(victim, moment[0], moment[1] + max(delay - first, 0), number) for victim, _, delay, number in losses]
     elif resumed:

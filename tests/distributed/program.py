@@ -84,7 +84,8 @@ class Options:
         timeout: seconds for which ranks wait for one that is late.
         gradients: whether the gradients of the first update are told.
         survive: whether ranks go on when others are lost.
-        losses: rank, iteration and seconds after it, of each that gets a signal, and its number.
+        losses: rank, iteration and seconds after it, of each that gets a signal, and its number; 0 when the run starts, and
+            -1 when the ranks form their first group.
         url: the address of the run; without one it is in a directory of its place.
         environment: variables of the ranks.
         fault: what happens to it.
@@ -256,6 +257,17 @@ class Lost(training.Extension):
             timer = threading.Timer(moment[0], os.killpg, (os.getpgrp(), moment[1]))
             timer.daemon = True
             timer.start()
+
+
+def lose_while_forming(losses):
+    """Sends this rank a signal when the ranks begin to form their first group, if it is lost after -1."""
+    lost, form = Lost(losses, int(os.environ["RANK"])), torch.distributed.init_process_group
+
+    def losing(*arguments, **settings):
+        lost.await_loss(-1)
+        form(*arguments, **settings)
+
+    torch.distributed.init_process_group = losing
 
 
 class Loaded(training.Extension):
@@ -486,6 +498,8 @@ def train(options, place):
     """Runs to the end, of which the outcome is left in the place, also where a signal has made it."""
     if "mlflow" in options.written:
         os.chdir(place)  # where it puts artifacts
+    if options.survive:
+        lose_while_forming(options.losses)
     comm = create_communicator("cpu", timeout=options.timeout, survive=options.survive)
     trainer, parts, first = build(options, comm, place)
     told = {"signalled": None}

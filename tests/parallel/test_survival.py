@@ -23,19 +23,23 @@ from ports import free_port
 EXAMPLES = [(torch.linspace(0, 1 + i % 3, 4), i % 3) for i in range(24)]
 
 
-def live(rank, size, where, function, *arguments):
+def live(rank, size, where, before, function, *arguments):
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", **where}
     os.environ.update({name: str(value) for name, value in where.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
+    before(rank)
     function(create_communicator("cpu", survive=True), *arguments)
 
 
-def end_of(size, function, *arguments, told=lambda port: {"MASTER_PORT": port}):
-    """How each of some ranks ends, whose store is in this process as that of torchrun is in its agent, as they are told."""
+def end_of(size, function, *arguments, told=lambda port: {"MASTER_PORT": port}, before=int):
+    """How each of some ranks ends, whose store is in this process as that of torchrun is in its agent, as they are told.
+
+    ``before`` is called with each rank before it meets the others.
+    """
     context = multiprocessing.get_context("forkserver")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = told(store.port)
-    ranks = [context.Process(target=live, args=(rank, size, where, function, *arguments)) for rank in range(size)]
+    ranks = [context.Process(target=live, args=(rank, size, where, before, function, *arguments)) for rank in range(size)]
     for rank in ranks:
         rank.start()
     try:
@@ -490,6 +494,48 @@ class Breaking:
     def wait(self, timeout):
         self._work.wait()
         raise RuntimeError("gloo: Connection closed by peer")
+
+
+def count(comm, out):
+    (out / str(comm.rank)).write_text(str(comm.gather_object(os.environ["RANK"])))
+    comm.close()
+
+
+def die_in(name, rank):
+    if rank == 0:
+        setattr(torch.distributed, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("function", ["init_process_group", "new_group", "all_gather"])
+def test_the_first_group_is_formed_again(tmp_path, function):
+    """Without a rank that is lost while all of them form it."""
+    assert end_of(3, count, tmp_path, before=partial(die_in, function)) == [-signal.SIGKILL, 0, 0]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["['1', '2']"] * 2
+
+
+def break_last(rank):
+    """On rank 1 the last of the six messages by which ranks form a group."""
+    left, start = [6], torch.distributed.all_gather
+
+    def gather(*arguments, **settings):
+        left[0] -= 1
+        return start(*arguments, **settings) if left[0] else Breaking(start(*arguments, **settings))
+
+    if rank == 1:
+        torch.distributed.all_gather = gather
+
+
+def begin(comm, out):
+    if os.environ["RANK"] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    start_and_end(comm, out)
+
+
+def test_the_first_group_is_formed_again_with_ranks_that_had_it(tmp_path):
+    """One has formed it and begins the run, another has not: they form one and begin."""
+    assert end_of(3, begin, str(tmp_path / "three"), before=break_last) == [0, 0, -signal.SIGKILL]
+    start_and_end(None, str(tmp_path / "alone"))
+    assert rows_of(tmp_path / "three") == rows_of(tmp_path / "alone")
 
 
 def gather_much(comm, out, numbers):

@@ -82,6 +82,7 @@ class _StoreThread:
 
     def close(self) -> None:
         self._closed.set()
+        self._calls.put(lambda: None)  # it may wait for a call
         self.thread.join(_CALL if self.answers() else _TURN)
 
     def leave(self, rank: int, size: int) -> None:
@@ -126,6 +127,10 @@ class Heartbeat:
         self._closed = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="chainring-watch-ranks", daemon=True)
         self._watching.start()
+
+    def among(self, store: Any, rank: int, size: int) -> Heartbeat:
+        """Return that of this process among other ranks."""
+        return Heartbeat(store, rank, size, self._timeout, self._lowers)
 
     @contextmanager
     def exchange(self, is_beside: bool = False) -> Iterator[None]:

@@ -150,14 +150,15 @@ def create_communicator(
         return alone
     if rank_device.type != "cpu":
         torch.accelerator.set_device_index(rank_device)
+    limit = TIMEOUT if timeout is None else timedelta(seconds=timeout)
     if survive:
         _check_survival(info, rank_device, mesh, started)
-        from chainring._distributed.survival import SurvivingCommunicator  # which few programs need
+        from chainring._distributed.survival import SurvivingCommunicator, describe_process  # which few programs need
 
-        info = _where_torchruns_meet(info, os.environ)
-        return SurvivingCommunicator(rank_device, info.local_rank, _start(info, rank_device, timeout), timeout)
+        store = meet(_where_torchruns_meet(info, os.environ), limit, about=describe_process())
+        return SurvivingCommunicator(rank_device, info.local_rank, info.rank, info.size, store, timeout)
     _groups_joined += int(started)  # the same number on all ranks, for keys that no earlier communicator has used
-    store = store_of_group(f"joined/{_groups_joined}") if started else _start(info, rank_device, timeout)
+    store = store_of_group(f"joined/{_groups_joined}") if started else _start(info, rank_device, limit)
     world = ProcessGroupCommunicator(rank_device, info.local_rank, store, ends_group=not started, timeout=timeout)
     if mesh is None:
         return world
@@ -224,10 +225,9 @@ def _device_of_rank(device: Device, local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
-def _start(info: RankInfo, device: torch.device, timeout: float | None) -> Any:
+def _start(info: RankInfo, device: torch.device, limit: timedelta) -> Any:
     """Start the process group, and return the store through which the ranks have met."""
     rank, size = info.rank, info.size
-    limit = TIMEOUT if timeout is None else timedelta(seconds=timeout)
     is_cuda, backend = device.type == "cuda", dist.Backend.default_device_backend_map.get(device.type)
     if backend is None:
         raise ValueError(
@@ -288,10 +288,10 @@ def read_local_rank(environment: Mapping[str, str]) -> int:
     return next((_number(environment, name) for name in names if name in environment), 0)
 
 
-def meet(info: RankInfo, timeout: timedelta, accelerator: str = "") -> Any:
+def meet(info: RankInfo, timeout: timedelta, accelerator: str = "", about: str = "") -> Any:
     """Wait for all processes of this start, and return the store through which they have met.
 
-    No other process may use the ``accelerator`` of this name.
+    No other process may use the ``accelerator`` of this name. In the store is what each tells ``about`` itself.
 
     Raises:
         RuntimeError: some have not come, there are two of one rank, or the port is taken.
@@ -307,6 +307,8 @@ def meet(info: RankInfo, timeout: timedelta, accelerator: str = "") -> Any:
         )
     if accelerator and store.add(f"accelerator/{accelerator}", 1) > 1:
         store.set("conflict", f"rank {info.rank} has no accelerator of its own: another rank uses the one that it has")
+    if about:
+        store.set(f"about/{info.rank}", about)
     if store.add("arrived", 1) == info.size:
         store.set("met", "")
     try:

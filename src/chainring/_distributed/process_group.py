@@ -46,7 +46,7 @@ class ProcessGroupCommunicator(GroupCommunicator):
     Tensors go through a group of its backend, everything else through gloo on the host, which does not wait for the device:
     by the same group, unless the backend has no gloo. The default group is left to DDP and FSDP. Errors reach the other
     ranks by the ``store`` through which they have met. With ``ends_group`` this communicator has started the process group,
-    and also ends it.
+    and also ends it. A ``group`` is one that its ranks have formed, whose processes its ``failures`` watch.
     """
 
     def __init__(
@@ -57,20 +57,22 @@ class ProcessGroupCommunicator(GroupCommunicator):
         ends_group: bool = False,
         exchange: Any = nullcontext,
         timeout: float | None = None,
+        group: Any = None,
+        failures: Heartbeat | None = None,
     ) -> None:
         self.timeout = TIMEOUT.total_seconds() if timeout is None else timeout
-        self._failures: Heartbeat | None = None
-        self._store, self._runs = store, 0
-        description = BACKGROUND_GROUP
-        if store is not None:
-            self._failures = Heartbeat(store, dist.get_rank(), dist.get_world_size(), self.timeout, timeout is not None)
-            exchange, description = self._failures.exchange, MAIN_GROUP
-        super().__init__(new_group(description=description), exchange)
+        is_formed, description = group is not None, BACKGROUND_GROUP
+        if store is not None and not is_formed:
+            failures = Heartbeat(store, dist.get_rank(), dist.get_world_size(), self.timeout, timeout is not None)
+        self._failures, self._store, self._runs = failures, store, 0
+        if failures is not None:
+            exchange, description = failures.exchange, MAIN_GROUP
+        super().__init__(group if is_formed else new_group(description=description), exchange)
         self.local_rank, self.device = local_rank, device
         if "cpu:gloo" not in dist.get_backend_config(self._group):
             self._objects = new_group("gloo", description=description)
-        if self._failures is not None:
-            self._failures.watch_processes(self.gather_object)
+        if failures is not None and not is_formed:
+            failures.watch_processes(self.gather_object)
         self._is_open, self._ends_group = True, ends_group
         if self.rank != 0:
             mute()

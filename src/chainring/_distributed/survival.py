@@ -41,7 +41,7 @@ from chainring._distributed.group import (
 from chainring._distributed.heartbeat import Heartbeat, set_once
 from chainring._distributed.process_group import ProcessGroupCommunicator
 from chainring._distributed.progress import Process, this_process
-from chainring._messages import mute
+from chainring._messages import info, mute
 
 _LOSS, _SILENT, _LEADER, _MEMBERS = "chainring/loss", "chainring/silent", "leader", "members"  # keys of the store
 _SLICE = timedelta(seconds=0.25)  # of a wait, after which a rank looks whether others have lost one
@@ -64,8 +64,9 @@ class _Round(NamedTuple):
 class _Processes:
     """The processes of all ranks, each by the number that it had at first, as this one knows them."""
 
-    def __init__(self) -> None:
-        self.known: list[tuple[Process, str]] = []  # with their hosts
+    def __init__(self, me: int, told: Iterable[tuple[list[Any], str]]) -> None:
+        self.me = me
+        self.known = [(Process(*process), host) for process, host in told]
         self.ended_runs = 0
         self.silent: set[int] = set()  # ranks that have not answered, however often they were asked
         self._unanswered = Counter[int]()  # by rank, how many of the last questions
@@ -73,7 +74,7 @@ class _Processes:
 
     def is_gone(self, who: int) -> bool:
         """Return whether a rank has ended, or did not answer."""
-        return who in self.silent or (bool(self.known) and self.known[who][0].has_ended())
+        return who in self.silent or self.known[who][0].has_ended()
 
     def are_lost(self, round_: _Round, began: float, members: Iterable[int] | None = None) -> bool:
         """Return whether ranks of a round are gone, or these ``members`` of it, or another one has found that out.
@@ -121,17 +122,26 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
     survives = True
     lost: tuple[tuple[int, str], ...] = ()
 
-    def __init__(self, device: torch.device, local_rank: int, store: Any, timeout: float | None) -> None:
-        self._base = store
-        self._processes = _Processes()
+    def __init__(
+        self, device: torch.device, local_rank: int, rank: int, size: int, store: Any, timeout: float | None
+    ) -> None:
+        self._processes = _Processes(rank, [json.loads(store.get(f"about/{who}")) for who in range(size)])
         self._kept: dict[tuple[int, int], list[Tensor]] = {}  # by round and number, results that another rank may lack
-        self._round = self._next = _Round(-1, [], [], None, None)
-        first = dist.PrefixStore("round/0", store)  # type: ignore[attr-defined]
-        super().__init__(device, local_rank, first, ends_group=True, timeout=timeout)
-        self._processes.known = self.gather_object((this_process(-1), socket.gethostname()))
+        self._under_way, self._begun = {}, 0
+        start = dist.PrefixStore("start", store)  # type: ignore[attr-defined]
+        seconds = TIMEOUT.total_seconds() if timeout is None else timeout
+        heartbeat = Heartbeat(start, rank, size, seconds, timeout is not None)
+        self._round = self._next = _Round(-1, [], list(range(size)), start, heartbeat)
+        self._regroup(RuntimeError("Connection closed: another rank has failed while the ranks form their group"))
+        first = self._next
+        super().__init__(
+            device, local_rank, first.store, True, timeout=timeout, group=first.groups[0], failures=first.heartbeat
+        )
+        if text := self._enter():
+            info(text)
 
     def has_lost(self, began: float) -> bool:
-        return self._processes.are_lost(self._now(), began)
+        return self._processes.are_lost(self._round, began)
 
     def end(self) -> None:
         """Wait for the end of the run on rank 0, since another one has to end it if that is lost.
@@ -140,7 +150,7 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             RanksLost: it was, on all that are left.
             RankFailed: a rank has failed.
         """
-        now, began = self._now(), time.monotonic()
+        now, began = self._round, time.monotonic()
         self._processes.ended_runs += 1
         key, first = f"end/{self._processes.ended_runs}", now.members[0]
         if self.rank == 0:
@@ -151,11 +161,6 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             if self._processes.are_lost(now, began, [first]) and not now.store.check([key]):
                 self.barrier()
             time.sleep(_PAUSE)
-
-    def _now(self) -> _Round:
-        if self._round.number < 0:  # the heartbeat and the group have been made now
-            self._round = self._next = _Round(0, [], list(range(self.size)), self._store, self._failures)
-        return self._round
 
     # --- exchanges ---
 
@@ -211,7 +216,7 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
         Its results can be given to ranks that lack them if it ``gives``. If it ``joins``, none completes it before all have
         begun it.
         """
-        now = self._now()
+        now = self._round
         key, settled, is_done = (now.number, self._begun), list(self._kept), False
         self._begun += 1
         work = failure = None
@@ -244,7 +249,7 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
                         self._kept[key] = [result.clone() for result in results]
             if self._next is not now:
                 if key not in self._kept:
-                    self._go_on()
+                    raise RanksLost(self._enter())
                 for result, value in zip(results, self._kept[key], strict=True):
                     result.copy_(value)
             del self._under_way[key[1]]
@@ -270,18 +275,23 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
         now.store.set(_LOSS, "")  # which those look for that wait for others
         if now.heartbeat.poll() is not None:
             raise error
+        self._regroup(error)
+
+    def _regroup(self, error: RuntimeError) -> None:
+        """Form a group of the ranks that are left, again if some are lost meanwhile; raise ``error`` if one has failed."""
+        now = self._round
         number = now.number
         while self._next is now:
             self._drop_groups()
             number += 1
-            store = dist.PrefixStore(f"round/{number}", self._base)  # type: ignore[attr-defined]
+            store = dist.PrefixStore(f"round/{number}", now.store.underlying_store)  # type: ignore[attr-defined]
             if (members := self._meet(store, error)) is not None:
                 self._next = self._form(number, store, members) or now
 
     def _meet(self, store: Any, error: RuntimeError) -> list[int] | None:
         """Return who is left, by what the first of them has found out; ``None`` if it is lost meanwhile."""
         now, is_gone, began = self._round, self._processes.is_gone, time.monotonic()
-        me = now.members[self.rank]
+        me = self._processes.me
         if now.store.check([_SILENT]):
             self._processes.silent |= set(json.loads(now.store.get(_SILENT)))
         store.set(f"here/{me}", "")
@@ -304,12 +314,14 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             time.sleep(_PAUSE)
         members: list[int] = json.loads(store.get(_MEMBERS))
         if me not in members:
-            now.heartbeat.stop(f"rank {self.rank} did not answer for some time, and the other ranks go on without it.")
+            now.heartbeat.stop(
+                f"rank {now.members.index(me)} did not answer for some time, and the other ranks go on without it."
+            )
         return members
 
     def _form(self, number: int, store: Any, members: list[int]) -> _Round | None:
         """Return the group of some ranks, when it has exchanged what some have and others lack; ``None`` if that fails."""
-        rank, size, heartbeat = members.index(self._round.members[self.rank]), len(members), None
+        rank, size, heartbeat = members.index(self._processes.me), len(members), None
         # A connection of its own, since one in which the group waits for the others is closed to the heartbeat meanwhile.
         connection = getattr(store, "clone", lambda: store)()
         try:
@@ -319,7 +331,7 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             )  # fmt: skip
             set_timeout(dist.group.WORLD, TIMEOUT)
             group = new_group(description=MAIN_GROUP)
-            heartbeat = Heartbeat(store, rank, size, self.timeout, self.timeout != TIMEOUT.total_seconds())
+            heartbeat = self._round.heartbeat.among(store, rank, size)
             formed = _Round(number, [group], members, store, heartbeat)
 
             def exchange(tensor: Tensor) -> Tensor:
@@ -348,25 +360,22 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             self._kept = {**gift, **self._kept}
         return formed
 
-    def _go_on(self) -> None:
-        """Be one of the ranks that are left from now on.
-
-        Raises:
-            RanksLost: always.
-        """
+    def _enter(self) -> str:
+        """Be one of the ranks that are left from now on; return which were lost."""
         before, now = self._round, self._next
         before.heartbeat.close()
-        me = before.members[self.rank]
         self._round, self._store, self._failures = now, now.store, now.heartbeat
         self._group = self._objects = now.groups.pop()
-        self.rank, self.size, self._waiting = now.members.index(me), len(now.members), now.heartbeat.exchange
-        self._under_way, self._begun = {}, 0
+        self.rank, self.size, self._waiting = now.members.index(self._processes.me), len(now.members), now.heartbeat.exchange
+        self._under_way, self._begun, self._runs = {}, 0, 0
         mute(self.rank > 0)
+        if before.members == now.members:
+            return ""
         lost = {number: self._processes.known[who] for number, who in enumerate(before.members) if who not in now.members}
         names = ", ".join(f"rank {number} (process {process.pid} on {host})" for number, (process, host) in lost.items())
         verb, ranks = "was" if len(lost) == 1 else "were", "rank goes" if self.size == 1 else "ranks go"
         self.lost += tuple((process.pid, host) for process, host in lost.values())
-        raise RanksLost(f"{names} {verb} lost: {self.size} {ranks} on")
+        return f"{names} {verb} lost: {self.size} {ranks} on"
 
     def _drop_groups(self) -> None:
         """Forget all process groups, which end when no exchange of theirs is under way, as it may be for ever."""
@@ -384,6 +393,11 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
             groups.clear()
 
         Thread(target=end, name="chainring-leave", daemon=True).start()
+
+
+def describe_process() -> str:
+    """Return what the others have to know of this process before they form a group with it."""
+    return json.dumps((this_process(-1), socket.gethostname()))
 
 
 def _gather(exchange: Callable[[Tensor], Tensor], obj: Any) -> list[Any]:
