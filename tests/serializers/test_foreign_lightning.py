@@ -94,7 +94,7 @@ def test_several_optimizers_are_taken_in_their_order_or_refused(place, tmp_path)
     content["optimizer_states"] *= 2
     torch.save(content, tmp_path / "two")
     trainer = trainer_of(*make(1), tmp_path / "out")
-    with pytest.raises(ValueError, match="has the state of 2 optimizers, and the updater has 1"):
+    with pytest.raises(ValueError, match="has the state of the optimizers 0, 1, and the updater has main"):
         serializers.load(tmp_path / "two", trainer)
     serializers.load(tmp_path / "two", trainer, strict=False)
     assert trainer.updater.iteration == 5

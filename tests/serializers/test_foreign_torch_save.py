@@ -398,7 +398,7 @@ def test_several_optimizers_with_names_are_found_by_them(tmp_path):
         return made
 
     assert_same(moments(load("b", "a")["a"]), moments(optimizers["a"]))
-    with pytest.raises(ValueError, match="with the names a, b, and the updater has 2, c, d"):
+    with pytest.raises(ValueError, match="has the state of the optimizers a, b, and the updater has c, d"):
         load("c", "d")
 
 

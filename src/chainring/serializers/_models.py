@@ -282,11 +282,9 @@ class OptimizerState:
             by_position: dict[Any, Any] = {}
             for name, entries in state.items():
                 position, parameter = parameters[name]
-                if is_sharded(parameter) and isinstance(entries, dict):  # those that are as large are sharded as it is
-                    fits = {
-                        key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in entries.items()
-                    }
-                    entries = {key: shard_like(value, parameter) if fits[key] else value for key, value in entries.items()}
+                if is_sharded(parameter) and isinstance(entries, dict):
+                    large = {k: v for k, v in entries.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+                    entries = entries | {key: shard_like(value, parameter) for key, value in large.items()}
                 by_position[position] = entries
             numbers = itertools.count()
             groups = [
@@ -514,16 +512,17 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     plain = (bool, int, float, str, tuple, type(None))
     groups = []
     for group in optimizer.param_groups:
-        settings = {key: _as_number(value) for key, value in group.items() if key not in ("params", "train_mode")}
+        settings = {key: as_number(value) for key, value in group.items() if key not in ("params", "train_mode")}
         settings = {key: value for key, value in settings.items() if isinstance(value, plain)}
         initial = settings.pop("initial_lr", None)
         groups.append(settings if initial is None else {**settings, "lr": initial})
     return groups
 
 
-def _as_number(value: Any) -> Any:
+def as_number(value: Any) -> Any:
+    """Return a setting without tensors of one number, such as a learning rate, and without constants of the script."""
     if isinstance(value, tuple):
-        return tuple(map(_as_number, value))
+        return tuple(map(as_number, value))
     if isinstance(value, _CONSTANTS):
         return _text_of(value)
     is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import hashlib
 import json
 import math
 import re
@@ -34,7 +35,6 @@ from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import empty_shard_like, is_sharded, is_summand, shard_like, to_full, to_local
 from chainring._files import parse_strict
-from chainring._random import digest
 
 K = TypeVar("K")
 
@@ -141,8 +141,8 @@ def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Return a value with its tensors on a device, if it is an accelerator."""
-    if isinstance(value, Tensor) and device.type not in ("cpu", "meta"):
+    """Return a value with its tensors on a device, unless that has no memory."""
+    if isinstance(value, Tensor) and device.type != "meta":
         return value.to(device)
     if type(value) in (list, tuple):
         return type(value)(move(item, device) for item in value)
@@ -292,11 +292,15 @@ def encode(state: Mapping[str, Any], native_arrays: bool = False) -> tuple[dict[
     return {path: encoder.value(path, value, 0) for path, value in state.items()}, encoder.tensors
 
 
-def digest_value(path: str, value: Any) -> int:
-    """Return 64 bits of everything in a value."""
+def digest_value(path: str, value: Any) -> bytes:
+    """Return 64 bits of everything in a value, by which ranks see whether they have the same."""
     values, tensors = encode({path: value})
-    contents = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
-    return digest(to_text(values), repr([(t.dtype, t.shape) for t in tensors.values()]).encode(), *contents)
+    hasher = hashlib.blake2b(to_text(values), digest_size=8)
+    for tensor in tensors.values():
+        hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        hasher.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.digest()
 
 
 def to_text(values: Mapping[str, Any]) -> bytes:
@@ -436,10 +440,8 @@ class _Decoder:
                     raise ValueError(f"{path}: a key occurs twice; the file is damaged")
                 mapping[key] = self.value(_path_below(path, key), pair[1], depth + 1)
             return _MAPPINGS[tag](mapping)
-        if tag == "$tensor":
-            return self._tensor(path, content)
-        if tag == "$here" and content == 0:
-            return self._tensor(path, path)
+        if tag == "$tensor" or (tag == "$here" and content == 0):
+            return self._tensor(path, path if tag == "$here" else content)
         if tag == "$deque":
             maxlen, items = _expect(content, list, 2)
             return deque(self.value(path, _expect(items, list), depth), None if maxlen is None else _expect(maxlen, int))

@@ -14,10 +14,10 @@ from typing import Any
 
 from chainring._messages import list_names, printable
 from chainring._naming import unwrap
-from chainring.serializers._values import copy_value, is_same_value
+from chainring.serializers._values import copy_value, digest_value, is_same_value
 from chainring.serializers.foreign import directories, files
 from chainring.serializers.foreign._matching import ModelPlan, plan_models, plan_optimizer
-from chainring.serializers.foreign.content import ForeignCheckpoint, checksum
+from chainring.serializers.foreign.content import ForeignCheckpoint
 from chainring.serializers.protocol import DictionaryDeserializer, capture, has_state, is_module
 
 _ITERATOR = "updater/iterator:main/"
@@ -28,12 +28,6 @@ def plan_loading(path: Path, obj: Any, path_in_snapshot: str, strict: bool) -> F
     """Return how what another library has saved is loaded into a model or a trainer; ``None`` for what is not recognised."""
     saved = directories.read(path) if path.is_dir() else files.read(path)
     return None if saved is None else ForeignPlan(path, saved, obj, path_in_snapshot, strict)
-
-
-class _StateOfForeign(DictionaryDeserializer):
-    """Loads a trainer from its own state, in which the counts are those of another library's run."""
-
-    gives_way = True
 
 
 class ForeignPlan:
@@ -59,7 +53,7 @@ class ForeignPlan:
         self._loads: list[Callable[[], Any]] = [plan.load for plan in plans]
         self._report = [f"loaded {path}, {saved.kind}", *(line for plan in plans for line in plan.report)]
         if is_module(obj):
-            self._leave_optimizers()
+            self._report += [f"not loaded: the state of optimizer {name!r}" for name in saved.optimizers]
         else:
             self._plan_optimizers(plans)
             self._plan_schedulers()
@@ -67,17 +61,19 @@ class ForeignPlan:
         if left := saved.left:
             self._report.append(f"not loaded: {list_names(left, 12)}")
 
-    def fingerprint(self) -> int:
-        """Return a checksum of all that is taken of the checkpoint."""
-        return checksum({**vars(self._saved), "left": None})
+    def fingerprint(self) -> bytes:
+        """Return a digest of all that is taken of the checkpoint."""
+        optimizers = {name: vars(optimizer) for name, optimizer in self._saved.optimizers.items()}
+        return digest_value("checkpoint", {**vars(self._saved), "optimizers": optimizers, "left": None})
 
     def apply(self) -> str:
         """Load it; return in words what was taken and what was not."""
         for action in self._loads:
             action()
         if not is_module(self._obj):
-            loaded = _StateOfForeign({**capture(self._obj, comm=self._obj.comm).target, **self._changes})
-            loaded.comm = self._obj.comm
+            own = capture(self._obj, comm=self._obj.comm).target
+            loaded = DictionaryDeserializer(own | self._changes)
+            loaded.comm, loaded.gives_way = self._obj.comm, True
             loaded.visit("", self._obj)
         return "\n  ".join(map(printable, self._report))
 
@@ -88,14 +84,10 @@ class ForeignPlan:
             return
         is_named = len(theirs) > 1 and not all(name.isdecimal() or name.startswith("optimizer") for name in theirs)
         if len(own) != len(theirs) or (is_named and own.keys() != theirs.keys()):
-            if self._strict:
-                named = f", with the names {', '.join(theirs)}" if is_named else ""
-                raise ValueError(
-                    f"{self._path} has the state of {len(theirs)} optimizers{named}, and the updater has {len(own)}, "
-                    f"{', '.join(own)}: make as many with the same names, or in the same order, or leave them out by "
-                    "strict=False"
-                )
-            self._leave_optimizers()
+            self._leave_out(
+                f"the state of the optimizers {', '.join(theirs)}, and the updater has {', '.join(own)}: make as many with "
+                "the same names, or in the same order"
+            )
             return
         names = own if own.keys() == theirs.keys() else theirs
         for label, name in zip(own, names, strict=True):
@@ -103,9 +95,11 @@ class ForeignPlan:
             self._loads.append(action)
             self._report += report
 
-    def _leave_optimizers(self) -> None:
-        if number := len(self._saved.optimizers):
-            self._report.append(f"not loaded: the state of {number} optimizer{'s' * (number > 1)}")
+    def _leave_out(self, reason: str) -> None:
+        """Refuse what is in the checkpoint and does not fit, or say that it is not loaded."""
+        if self._strict:
+            raise ValueError(f"{self._path} has {reason}. Or leave it out by strict=False")
+        self._report.append(f"not loaded: {reason}")
 
     def _plan_schedulers(self) -> None:
         saved, report = self._saved.schedulers, self._report
@@ -120,31 +114,26 @@ class ForeignPlan:
             report.append(
                 "not loaded: the state of a scheduler; to continue it, extend the trainer with LRScheduler(...) before load"
             )
-        elif self._strict:
-            raise ValueError(
-                f"{self._path} has the state of {len(saved)} schedulers, and the trainer has {len(own)}: extend it with as "
-                "many in the same order, or leave them out by strict=False"
-            )
         else:
-            report.append("not loaded: the state of the schedulers, of which the trainer has another number")
+            self._leave_out(
+                f"the state of {len(saved)} schedulers, and the trainer has {len(own)}: extend it with as many in the same "
+                "order"
+            )
 
     def _plan_scheduler(self, scheduler: Any, saved: Any) -> None:
         """Plan to load the state of a scheduler, which is of the same kind if it has the same entries."""
         own, name = scheduler.state_dict(), type(scheduler).__name__
         theirs = saved if isinstance(saved, Mapping) else {}
-        reason = None
-        if differ := [str(key) for key in own.keys() ^ theirs.keys() if not str(key).startswith("_")]:
-            reason = f"only one of them has {min(differ)!r}"
-        lists = [
-            key for key in ("base_lrs", "lr_lambdas", "_schedulers") if isinstance(own.get(key), list) and key in theirs
-        ]
-        if any(not isinstance(theirs[key], (list, tuple)) or len(theirs[key]) != len(own[key]) for key in lists):
-            reason = reason or "its lists have another length"
-        if reason:
-            text = f"the saved scheduler is another one than the {name} here: {reason}; make the one that was saved"
-            if self._strict:
-                raise ValueError(f"{self._path}: {text}, or leave it out by strict=False")
-            self._report.append(f"not loaded: {text}")
+        differ = [key for key in own.keys() ^ theirs.keys() if not str(key).startswith("_")]
+        for key in ("base_lrs", "lr_lambdas", "_schedulers"):
+            if isinstance(own.get(key), list) and key in theirs:
+                is_as_long = isinstance(theirs[key], (list, tuple)) and len(theirs[key]) == len(own[key])
+                differ += [] if is_as_long else [key]
+        if differ:
+            self._leave_out(
+                f"the state of another scheduler than the {name} here, which differs in {min(map(str, differ))!r}: make the "
+                "one that was saved"
+            )
             return
         self._report.append(f"scheduler: {name} after {theirs.get('last_epoch')} steps")
         for key in own:
@@ -176,55 +165,52 @@ class ForeignPlan:
         It may count examples, as `SerialIterator` does, or batches of a loader; any other begins as it is.
         """
         saved, report = self._saved, self._report
-        own = {key.removeprefix(_ITERATOR): value for key, value in state.items() if key.startswith(_ITERATOR)}
+        own: dict[str, Any] = {key.removeprefix(_ITERATOR): v for key, v in state.items() if key.startswith(_ITERATOR)}
         size: Any = own.get("size")
         batch_size: Any = own.get("batch_size")
         counts_examples = size is not None and bool(batch_size)
-        length = math.ceil(size / batch_size) if counts_examples else own.get("batches")
+        counts_batches = not counts_examples and {"passes", "taken", "batches", "epoch_length"} <= own.keys()
+        number = math.ceil(size / batch_size) if counts_examples else own.get("batches")  # of batches in an epoch
         epoch, batches = saved.epoch, saved.batches
-        if epoch is None and iteration is not None and length and state.get("updater/settings/accumulate", 1) == 1:
-            epoch, batches = divmod(iteration, length)
+        if epoch is None and iteration is not None and number and state.get("updater/settings/accumulate", 1) == 1:
+            epoch, batches = divmod(iteration, number)
             report.append(
-                f"missing: the epoch; {epoch} follows from the iteration and the {length} batches of an epoch here"
+                f"missing: the epoch; {epoch} follows from the iteration and the {number} batches of an epoch here"
             )
         counts = {"iteration": iteration, "epoch": epoch, "batches of the next epoch": batches or None}
-        numbers = ", ".join(f"{name} {number}" for name, number in counts.items() if number is not None)
-        if batches is None and saved.fraction is not None and length is not None:
-            batches = round(saved.fraction * length)
+        known = ", ".join(f"{name} {count}" for name, count in counts.items() if count is not None)
+        report.append(f"counts: {known}" if known else "missing: iteration and epoch, which begin at 0")
+        if batches is None and saved.fraction is not None and number is not None:
+            batches = round(saved.fraction * number)
         if epoch is None:
-            if own:
-                report.append("missing: the place in the data, which begin with a first epoch")
+            report += ["missing: the place in the data, which begin with a first epoch"] if own else []
         elif counts_examples:
             taken = (batches or 0) * batch_size if saved.examples is None else saved.examples
-            self._set_position(own, epoch, taken, size, batch_size, "examples")
-        elif {"passes", "taken", "batches", "epoch_length"} <= own.keys():
+            self._set_position(epoch, taken, size, batch_size, "examples")
+        elif counts_batches:
             taken = batches or 0 if saved.examples is None or not batch_size else saved.examples // batch_size
-            self._set_position(own, epoch, taken, length, 1, "batches")
+            if taken and (own.get("loader") is not None or own["epoch_length"] not in (None, number)):
+                report.append(
+                    "not loaded: the place in the epoch, because the loader keeps its own; it begins that epoch again"
+                )
+                taken = 0
+            self._set_position(epoch, taken, number, 1, "batches")
+            detail = epoch + (taken / number if number else 0.0)
+            counted = {"epoch_detail": detail, "passes": epoch + (taken > 0), "taken": taken}
+            self._changes |= {f"{_ITERATOR}{key}": value for key, value in counted.items()}
         elif own:
             report.append(
                 "not loaded: the place in the data, because the iterator counts in another way; it begins as it is"
             )
-        report.append(f"counts: {numbers}" if numbers else "missing: iteration and epoch, which begin at 0")
 
-    def _set_position(
-        self, own: Mapping[str, Any], epoch: int, taken: int, length: int | None, step: int, unit: str
-    ) -> None:
-        """Set the epochs done, and the examples or batches of the next that were taken."""
+    def _set_position(self, epoch: int, taken: int, length: int | None, step: int, unit: str) -> None:
+        """Set the epochs done, and how many examples or batches of the next were taken; a batch is a ``step`` of them."""
         if length is not None and taken and taken >= length:
-            whose = "the data have" if unit == "examples" else "the loader has"
             raise ValueError(
-                f"{self._path}: the saved run had taken {taken} {unit} of an epoch, and {whose} {length}: use the same data "
-                "and the same batch size"
+                f"{self._path}: the saved run had taken {taken} {unit} of an epoch, which has {length} here: use the same "
+                "data and the same batch size"
             )
-        if unit == "batches" and taken and (own.get("loader") is not None or own["epoch_length"] not in (None, length)):
-            self._report.append(
-                "not loaded: the place in the epoch, because the loader keeps its own; it begins that epoch again"
-            )
-            taken = 0
         previous = max(0.0, epoch + (taken - step) / length) if length and (epoch or taken) else None
         position: dict[str, Any] = {"epoch": epoch, "position": taken, "is_new_epoch": taken == 0 and epoch > 0}
         position["previous_epoch_detail"] = previous
-        if unit == "batches":
-            detail = epoch + (taken / length if length else 0.0)
-            position |= {"epoch_detail": detail, "passes": epoch + (taken > 0), "taken": taken}
         self._changes |= {f"{_ITERATOR}{key}": value for key, value in position.items()}

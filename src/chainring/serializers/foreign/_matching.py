@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._messages import list_names
 from chainring._naming import name_cleaner
-from chainring.serializers._models import load_optimizer
+from chainring.serializers._models import as_number, load_optimizer
 from chainring.serializers._values import copy_value, find_aliases, is_same_value
 from chainring.serializers.foreign.content import Entries, ForeignCheckpoint, SavedOptimizer, check_plain
 from chainring.serializers.protocol import load_entries, own_states, state_entries
@@ -27,7 +27,6 @@ _OF_THE_SCRIPT = {"foreach", "fused", "capturable", "differentiable"}
 """Settings that say how an optimizer computes the same, not what."""
 _ADDED = {"initial_lr", "maximize", "decoupled_weight_decay", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Settings that schedulers add, or later versions of torch."""
-_SEVERAL = "give the updater the same models, or load each model alone by path_in_snapshot"
 
 
 @dataclass
@@ -45,24 +44,24 @@ def plan_models(
     path: Path, saved: ForeignCheckpoint, models: Mapping[str, nn.Module], prefix: str, strict: bool
 ) -> list[ModelPlan]:
     """Return the entries of each model in a checkpoint; those of a single model are below ``prefix``."""
-    entries, taken = saved.models.get(saved.main), {saved.main}
-    if entries is None and len(saved.models) == 1:
-        taken, entries = set(saved.models), next(iter(saved.models.values()))
+    main = next(iter(saved.models)) if len(saved.models) == 1 else saved.main
     if len(models) == 1:
-        (name,) = models
-        if prefix in saved.models:
-            entries, taken, prefix = saved.models[prefix], {prefix}, ""
-        if entries is None:
-            raise ValueError(f"{path} has the models {sorted(saved.models)}; name one by path_in_snapshot, or {_SEVERAL}")
-        parts = {name: (entries, prefix)}
+        parts = dict.fromkeys(models, (prefix, "") if prefix in saved.models else (main, prefix))
     elif saved.models.keys() == models.keys():
-        parts, taken = {name: (saved.models[name], "") for name in models}, set(models)
-    elif entries is not None and all(any(entry.startswith(f"{name}.") for entry in entries) for name in models):
-        parts = {name: (entries, name) for name in models}  # one state dict for all of them, each below its name
+        parts = {name: (name, "") for name in models}
     else:
-        raise ValueError(f"{path} has the models {sorted(saved.models)}, and the updater {sorted(models)}: {_SEVERAL}")
+        parts = {name: (main, name) for name in models}  # one state dict for all of them, each below its name
+    taken = {part for part, _ in parts.values()}
+    if not taken <= saved.models.keys():
+        raise ValueError(
+            f"{path} has the models {sorted(saved.models)}; name one by path_in_snapshot, or give the updater the same "
+            "models"
+        )
     saved.left = [*(name for name in saved.models if name not in taken), *saved.left]
-    return [_plan_model(path, name, models[name], *parts[name], saved.is_ordered, strict) for name in models]
+    return [
+        _plan_model(path, name, models[name], saved.models[part], below, saved.is_ordered, strict)
+        for name, (part, below) in parts.items()
+    ]
 
 
 def _plan_model(
@@ -90,7 +89,7 @@ def _plan_model(
     wrong = [f"missing: {list_names(missing, _SHOWN)}"] if missing and strict else []
     wrong += [f"unexpected: {list_names(unexpected, _SHOWN)}"] if unexpected and strict else []
     misfits = {name: _misfit(found[name], value) for name, value in values.items() if name in found}
-    wrong += [f"{name}: {reason}" for name, reason in misfits.items() if reason]
+    wrong += [f"{name}: {reason}" for name, (reason, _) in misfits.items() if reason]
     if wrong:
         raise RuntimeError(
             f"{path} does not fit the {type(model).__name__}: {'; '.join(wrong[:10])}. Make the model that was saved, "
@@ -104,8 +103,7 @@ def _plan_model(
         report.append(f"missing: {list_names(missing, _SHOWN)}")
     if unexpected:
         report.append(f"not loaded: {list_names(unexpected, _SHOWN)}")
-    pairs = [(found[name], value) for name, value in values.items() if isinstance(found.get(name), Tensor)]
-    if less := {f"{a.dtype} to {b.dtype}" for a, b in pairs if _change(a, b)}:
+    if less := {f"{found[name].dtype} to {values[name].dtype}" for name, (_, is_rounded) in misfits.items() if is_rounded}:
         report.append(f"rounded: {', '.join(sorted(less)).replace('torch.', '')}")
     if classes := {type(module).__name__ for _, module in own_states(model)}:
         report.append(f"missing: the state that serialize of {', '.join(sorted(classes))} declares")
@@ -144,48 +142,41 @@ def _match(saved: Mapping[str, str], own: list[str], tied: Mapping[str, list[str
     if is_complete(saved.values()) or not own or not saved:
         return dict(saved), ""
     first = next(iter(saved.values()))
-    more = {name.removesuffix(own[0]) for name in saved.values() if name.endswith(f".{own[0]}")}
-    starts = {
-        prefix: {name: given.removeprefix(prefix) for name, given in saved.items() if given.startswith(prefix)}
-        for prefix in more
-    }
-    fitting = sorted(prefix for prefix, below in starts.items() if is_complete(below.values()))
+    there = sorted({name.removesuffix(own[0]) for name in saved.values() if name.endswith(f".{own[0]}")})
+    here = sorted(name.removesuffix(first) for name in own if name.endswith(f".{first}"))
+    renamed: dict[str, dict[str, str]] = {}
+    for prefix in there:
+        below = {name: given.removeprefix(prefix) for name, given in saved.items() if given.startswith(prefix)}
+        renamed[f"{prefix[:-1]!r} there"] = below
+    for prefix in here:
+        renamed[f"{prefix[:-1]!r} here"] = {name: prefix + given for name, given in saved.items()}
+    fitting = {where: names for where, names in renamed.items() if is_complete(names.values())}
     if len(fitting) > 1:
-        below_each = ", ".join(repr(prefix[:-1]) for prefix in fitting)
-        raise ValueError(f"has the names of this model below each of {below_each}: name one by path_in_snapshot")
-    for prefix in fitting:
-        return starts[prefix], f", which stand below {prefix[:-1]!r} there"
-    for prefix in sorted(name.removesuffix(first) for name in own if name.endswith(f".{first}")):
-        below = {name: prefix + given for name, given in saved.items()}
-        if is_complete(below.values()):
-            return below, f", which stand below {prefix[:-1]!r} here"
-    return dict(saved), ""
+        raise ValueError(f"has the names of this model below each of {', '.join(fitting)}: name one by path_in_snapshot")
+    return next(((names, f", which stand below {where}") for where, names in fitting.items()), (dict(saved), ""))
 
 
-def _misfit(saved: Any, own: Any) -> str | None:
-    """Return in words why a saved entry cannot become that of the model."""
+def _misfit(saved: Any, own: Any) -> tuple[str, bool]:
+    """Return in words why a saved entry cannot become that of the model, and whether it can by rounding alone."""
     if isinstance(own, Tensor) and not isinstance(saved, Tensor):
-        return f"a {type(saved).__name__} there, and a tensor here"
+        return f"a {type(saved).__name__} there, and a tensor here", False
     if not isinstance(own, Tensor) or is_lazy(own):
-        return None
+        return "", False
     if saved.shape != own.shape:
-        return f"shape {list(saved.shape)} there, {list(own.shape)} here"
-    if _kind(saved) != _kind(own):
-        return f"{saved.dtype} there, {own.dtype} here"
-    return f"{saved.dtype} there, {own.dtype} here, which lacks its values" if _change(saved, own) == "lost" else None
-
-
-def _change(saved: Tensor, own: Any) -> str:
-    """Return what becomes of numbers in the dtype of the model: nothing, ``"rounded"``, or ``"lost"`` if it lacks them."""
-    if not isinstance(own, Tensor) or is_lazy(own) or saved.dtype == own.dtype or _kind(saved) != _kind(own):
-        return ""
-    if _kind(saved) == "integer":
-        return "" if np.array_equal(saved.numpy(), saved.to(own.dtype).numpy()) else "lost"
-    wide = torch.complex128 if saved.is_complex() else torch.float64
-    before, after = saved.to(wide), saved.to(own.dtype).to(wide)
-    if bool((before.isfinite() & ~after.isfinite()).any()):
-        return "lost"
-    return "" if torch.equal(before.nan_to_num(), after.nan_to_num()) else "rounded"
+        return f"shape {list(saved.shape)} there, {list(own.shape)} here", False
+    if saved.dtype == own.dtype:
+        return "", False
+    kind, dtypes = _kind(saved), f"{saved.dtype} there, {own.dtype} here"
+    if kind != _kind(own):
+        return dtypes, False
+    if kind == "integer":
+        is_lost, is_rounded = not np.array_equal(saved.numpy(), saved.to(own.dtype).numpy()), False
+    else:
+        wide = torch.complex128 if saved.is_complex() else torch.float64
+        before, after = saved.to(wide), saved.to(own.dtype).to(wide)
+        is_lost = bool((before.isfinite() & ~after.isfinite()).any())
+        is_rounded = not torch.equal(before.nan_to_num(), after.nan_to_num())
+    return (f"{dtypes}, which lacks its values", False) if is_lost else ("", is_rounded)
 
 
 def _kind(tensor: Tensor) -> str:
@@ -230,12 +221,10 @@ def plan_optimizer(
         report.append("converted: the momentum, by the learning rate of the script")
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for key in sorted(settings.keys() & group.keys() - {"params", "initial_lr"}):
-            made, value = group[key], settings[key]
-            if key == "lr":
-                made, value = group.get("initial_lr", made), settings.get("initial_lr", value)
-            if not is_same_value(_plain(made), _plain(value)):
-                place = f"optimizer {label!r}, group {index}"
-                report.append(f"{place}: {key} {_plain(value)!r} is taken, the script has {_plain(made)!r}")
+            source = "initial_lr" if key == "lr" else key
+            made, value = (as_number(of.get(source, of[key])) for of in (group, settings))
+            if not is_same_value(made, value):
+                report.append(f"optimizer {label!r}, group {index}: {key} {value!r} is taken, the script has {made!r}")
     return partial(load_optimizer, optimizer, state, groups), report
 
 
@@ -394,9 +383,3 @@ def _is_setting(value: Any, own: Any) -> bool:
         return isinstance(value, type(own)) or value is None
     is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     return is_number or value is None or (own is None and isinstance(value, str))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_plain, value))
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

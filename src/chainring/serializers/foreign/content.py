@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,21 +47,6 @@ class ForeignCheckpoint:
     examples: int | None = None  # the same in examples
     left: list[str] = field(default_factory=list)  # the names of all else that it holds, which is not taken
     is_ordered: bool = True  # the entries of a model are in the order in which it has them
-
-
-def checksum(value: Any, crc: int = 0) -> int:
-    """Return a checksum of a value of a checkpoint, by which ranks see that they have read the same."""
-    if isinstance(value, Tensor) and not value.is_meta and not value.is_quantized and value.layout is torch.strided:
-        plain = value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        crc = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), crc)
-        return zlib.crc32(plain.view(torch.uint8).numpy().data, crc)
-    if isinstance(value, SavedOptimizer):
-        return checksum(vars(value), crc)
-    if isinstance(value, (Mapping, list, tuple)):
-        for item in value.items() if isinstance(value, Mapping) else value:
-            crc = checksum(item, crc)
-        return crc
-    return zlib.crc32(repr(value if isinstance(value, (bool, int, float, str, type(None))) else type(value)).encode(), crc)
 
 
 def is_entries(value: Any) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import os
 import pickle
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
@@ -19,7 +19,6 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from chainring._files import parse_strict
 from chainring.serializers import _safetensors
 from chainring.serializers._values import find_dtypes, require_dtype
 from chainring.serializers.foreign.content import (
@@ -34,7 +33,6 @@ from chainring.serializers.foreign.content import (
 from chainring.serializers.foreign.files import PATHS, from_dictionary, read_torch
 
 _STATE = "trainer_state.json"
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 T = TypeVar("T")
 
 
@@ -46,12 +44,9 @@ def read(directory: Path) -> ForeignCheckpoint | None:
 
 def _read_hugging_face(directory: Path) -> ForeignCheckpoint | None:
     """Return what a directory of ``Trainer`` or ``save_pretrained`` holds; ``None`` if it is another."""
+    if (weights := _read_weights(directory)) is None:
+        return None
     names = {path.name for path in directory.iterdir()}
-    if not names & {name + end for name in _WEIGHTS for end in ("", ".index.json")}:
-        return None
-    weights = _read_weights(directory)
-    if weights is None:
-        return None
     kind = "a checkpoint of Hugging Face's Trainer" if _STATE in names else "a model of save_pretrained"
     checkpoint = ForeignCheckpoint(kind, {"main": weights[0]}, is_ordered=weights[1])
     taken = {_STATE, "optimizer.pt", "scheduler.pt", "scaler.pt"}
@@ -143,9 +138,8 @@ def _read_json(directory: Path, name: str) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        outside = rb'("(?:[^"\\]|\\.)*")|NaN|-?Infinity'  # of names and other text
-        found = parse_strict(re.sub(outside, lambda match: match[1] or b"null", path.read_bytes()))
-    except ValueError as error:
+        found = json.loads(path.read_text("utf-8"), parse_constant=lambda word: None)  # which is not finite
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged: it holds no object")

@@ -319,20 +319,19 @@ def _read_chainer(path: Path) -> ForeignCheckpoint | None:
     models, optimizers = _below(arrays, _MODELS), _below(arrays, _OPTIMIZERS)
     if not models:
         return ForeignCheckpoint("a model of Chainer", {"main": _entries(arrays)}, is_ordered=False)
-    numbers = {}
-    for name in ("updater/iteration", f"{_ITERATOR}epoch", f"{_ITERATOR}current_position"):
-        array = arrays.get(name)
-        numbers[name] = None if array is None else count(_tensor(name, array), f"{path}: {name!r}")
-    iteration, epoch, examples = numbers.values()
+
+    def find(name: str) -> int | None:
+        return None if arrays.get(name) is None else count(_tensor(name, arrays[name]), f"{path}: {name!r}")
+
     places = (f"{_ITERATOR}{key}" for key in ("epoch", "current", "previous", "is_new"))
     taken = (_MODELS, _OPTIMIZERS, "updater/iteration", *places)
     return ForeignCheckpoint(
         "a snapshot of Chainer",
         {name: _entries(below) for name, below in models.items()},
         optimizers={name: _optimizer(f"{path}: optimizer {name!r}", below) for name, below in optimizers.items()},
-        iteration=iteration,
-        epoch=epoch,
-        examples=examples,
+        iteration=find("updater/iteration"),
+        epoch=find(f"{_ITERATOR}epoch"),
+        examples=find(f"{_ITERATOR}current_position"),
         left=list(dict.fromkeys("/".join(name.split("/")[:2]) for name in arrays if not name.startswith(taken))),
         is_ordered=False,
     )
