@@ -48,6 +48,11 @@ class TimedBucket(Bucket):
             entry = super().head(key)
             return entry._replace(modified=self._when(entry.tag))
 
+    def open(self, key):
+        file = super().open(key)
+        self._before_request()  # that of its bytes
+        return file
+
     def list(self, prefix="", expected=()):
         with self._request(f"list {prefix}"):
             return super().list(prefix, expected)

@@ -13,7 +13,7 @@ import torch
 
 from chainring import serializers, writers
 from chainring._files import is_url
-from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, RemoteError
+from chainring._places.bucket import MISSING, PART, Bucket, ChangedError
 from chainring.iterators import SerialIterator
 from chainring.serializers._store import open_store
 from chainring.training import StandardUpdater, Trainer
@@ -43,7 +43,7 @@ def test_an_object_is_there_as_it_was_written(bucket):
 
 
 def test_what_is_not_there_is_said_to_be_missing_with_its_address(bucket):
-    for call in (bucket.get, bucket.head, lambda key: bucket.read(key, 0, 1), bucket.open):
+    for call in (bucket.get, bucket.head, bucket.open):
         with pytest.raises(FileNotFoundError, match=f"there is no {bucket.url}/a/b$"):
             call("a/b")
     assert bucket.list() == []
@@ -209,18 +209,12 @@ def test_ranges_are_read_in_any_order(bucket):
             assert bytes_of(file, begin, end - begin) == CONTENT[begin:end]
     assert bytes_of(file, 0, len(CONTENT)) == CONTENT
     assert bytes_of(file, len(CONTENT), 0) == b""
-    assert bucket.read("a", 5, 10) == CONTENT[5:15]
-    assert bucket.read("a", 5, 0) == b""
 
 
 def test_a_range_beyond_the_end_is_refused(bucket):
     bucket.put("a", b"12345")
     with pytest.raises(ValueError, match="a has 5 bytes; got a request for 4 to 6"):
         bucket.open("a").read(4, 2)
-    with pytest.raises(RemoteError, match="ends 1 bytes too early"):
-        bucket.read("a", 4, 2)
-    with pytest.raises(RemoteError):
-        bucket.read("a", 6, 2)
 
 
 def test_the_bytes_of_two_objects_are_not_mixed(bucket):

@@ -148,7 +148,7 @@ def deeds(bucket):
             file.write(bytes(PART + 1))
 
     return [
-        lambda: bucket.get("a"), lambda: bucket.head("a"), lambda: bucket.read("a", 0, 1), lambda: bucket.open("a"),
+        lambda: bucket.get("a"), lambda: bucket.head("a"), lambda: bucket.open("a"),
         lambda: bucket.put("a", b"1"), lambda: bucket.put("a", b"1", MISSING), bucket.list, lambda: bucket.delete(["a"]),
         send, bucket.check_conditions,
     ]  # fmt: skip

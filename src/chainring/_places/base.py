@@ -72,16 +72,15 @@ class StoredFile(ABC):
         self.read_into(start, memoryview(array), until)
         return content
 
-    def read_all(self) -> bytes:
-        content = bytearray(self.size)
-        self.read_into(0, memoryview(content))
-        return bytes(content)
+    def read_bytes(self, start: int = 0, size: int | None = None) -> bytes:
+        """Return bytes of the file, by default all."""
+        return bytes(self.read(start, self.size if size is None else size).numpy())
 
     def copy_to(self, path: Path) -> None:
         """Copy the content to a new file in chunks."""
         starts = range(0, self.size, _CHUNK)
         with open(path, "xb") as copy:
-            copy.writelines(bytes(self.read(start, min(_CHUNK, self.size - start)).numpy()) for start in starts)
+            copy.writelines(self.read_bytes(start, min(_CHUNK, self.size - start)) for start in starts)
 
     def checksum(self, start: int = 0, crc: int = 0) -> int:
         """Return the CRC-32 of the content from ``start`` on, read in chunks; ``crc`` is that of what stands before."""
@@ -168,7 +167,7 @@ class Place(ABC):
         """Return what the manifest of a snapshot has to carry for `admits`."""
         return None
 
-    def admits(self, name: str, stamp: str | None, digest: str) -> bool:
+    def admits(self, name: str, stamp: object, digest: str) -> bool:
         """Return whether a manifest is valid: not if its writer has put it after another run had taken the place."""
         return True
 

@@ -104,16 +104,10 @@ class Bucket:
             pass  # this answer has no body that would say whether it is the bucket that is not there
         return self._entry(self._connection.call("read", place, lambda: obstore().get(self._connection.asking, path).meta))
 
-    def read(self, key: str, start: int, size: int) -> memoryview:
-        """Return bytes of an object; raise as `get` does, also if it has fewer."""
-        if not size:
-            return memoryview(b"")
-        return self._range(key, None, start, start + size)
-
     def open(self, key: str) -> RangeReader:
         """Return a reader of an object, which reads ahead; raise as `get` does."""
         entry = self.head(key)
-        return RangeReader(partial(self._range, key, entry.tag.e_tag), f"{self.url}/{key}", entry.size)
+        return RangeReader(partial(self._range, key, entry.tag.e_tag), f"{self.url}/{key}", entry.size, entry.tag)
 
     def _range(self, key: str, e_tag: str | None, start: int, stop: int) -> memoryview:
         path, place = self._path(key), f"{self.url}/{key}"
@@ -295,8 +289,8 @@ class RangeReader(StoredFile):
     returns, the bytes between two places, is always of the same state of the object.
     """
 
-    def __init__(self, fetch: Callable[[int, int], memoryview], path: str, size: int) -> None:
-        self._fetch, self.path, self.size = fetch, path, size
+    def __init__(self, fetch: Callable[[int, int], memoryview], path: str, size: int, tag: Tag = MISSING) -> None:
+        self._fetch, self.path, self.size, self.tag = fetch, path, size, tag
         self._threads = ThreadPoolExecutor(_AT_ONCE, "chainring-read")
         weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
         self._windows: deque[_Window] = deque()

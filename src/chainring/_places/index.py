@@ -95,7 +95,7 @@ class Record:
         """Return what the manifest of a snapshot carries."""
         return f"{self.run}/{name}"
 
-    def admits(self, name: str, stamp: str, digest: str) -> bool:
+    def admits(self, name: str, stamp: object, digest: str) -> bool:
         """Return whether a manifest is valid that carries a stamp."""
         return stamp != self.stamp(name) or self.snapshots.get(name) == digest
 
@@ -111,13 +111,12 @@ def seal(document: Mapping[str, object]) -> bytes:
     return json.dumps({**document, "crc": f"{crc:08x}"}).encode()
 
 
-def stamp_of(manifest: bytes) -> str | None:
+def stamp_of(manifest: bytes) -> object:
     """Return the stamp that a manifest carries; ``None`` if it has none, or is damaged."""
     try:
-        stamp = parse_strict(manifest.rpartition(b"\n")[0])["about"][STAMP]
+        return parse_strict(manifest.rpartition(b"\n")[0])["about"][STAMP]
     except (ValueError, KeyError, TypeError):
         return None
-    return stamp if isinstance(stamp, str) else None
 
 
 def read_record(bucket: Bucket) -> Record | None:
@@ -188,7 +187,12 @@ class Index:
             run, token, snapshots, links = secrets.token_hex(8), 0, dict[str, str](), dict[str, str]()
             if stored is not None:
                 earlier = Record.parse(stored.content, self._address)
-                self._refuse(earlier, stored)
+                if (left := _seconds_left(self._bucket, earlier, stored)) > 0:
+                    raise BlockingIOError(
+                        f"{self._bucket.url} is being written by another run: {earlier.writer}, which has a lease for "
+                        f"another {left} s and may renew it. Wait for it to end, or so long if it was killed; or choose "
+                        "another out"
+                    )
                 run, token, snapshots, links = earlier.run, earlier.token, earlier.snapshots, earlier.links
             record = Record(
                 run=run, token=token + 1, snapshots=snapshots, links=links, is_held=True, seconds=seconds,
@@ -204,14 +208,6 @@ class Index:
                 if not isinstance(error, (ChangedError, FileNotFoundError)):  # somebody else was faster
                     raise
         raise RemoteError(f"{self._address} is written again and again; try again later")
-
-    def _refuse(self, holder: Record, stored: StoredObject) -> None:
-        """Raise an error if an index may not be taken."""
-        if (left := _seconds_left(self._bucket, holder, stored)) > 0:
-            raise BlockingIOError(
-                f"{self._bucket.url} is being written by another run: {holder.writer}, which has a lease for another "
-                f"{left} s and may renew it. Wait for it to end, or so long if it was killed; or choose another out"
-            )
 
     def check(self) -> None:
         """See that this process holds the index, by a `change` if the thread has not been able to replace it."""

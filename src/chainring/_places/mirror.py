@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from chainring._files import is_regular, open_regular, parse_strict
 from chainring._messages import OneTimeWarning, warn
 from chainring._places.base import MANIFEST, RemoteError
-from chainring._places.bucket import MISSING, PART, Bucket, Entry, StoredObject, Tag
+from chainring._places.bucket import MISSING, PART, Bucket, Entry, RangeReader, StoredObject, Tag
 from chainring._places.connection import ChangedError
 from chainring._places.index import Index, LeaseLostError, Record, list_run
 
@@ -47,7 +47,8 @@ _LONGEST_ADDRESS = 1024  # bytes
 LARGEST_LINK = 1000  # bytes
 _ARCHIVED = re.compile(r"(?P<archive>previous/|abandoned/)((?P<number>[0-9]{1,15})/)?.*", re.DOTALL)
 _ARCHIVES = ("previous/", "abandoned/")
-_DRAFT = re.compile(r"([^/]+)/([0-9a-f]{16})/.+", re.DOTALL)  # what is not finished of a snapshot lies in such folders
+DRAFT = re.compile(r"(?P<draft>(?P<name>[^/]+)/[0-9a-f]{16})/.+", re.DOTALL)
+"""Where the files of a snapshot lie, also of one that is not finished."""
 
 
 def working_directory(url: str) -> Path:
@@ -118,16 +119,14 @@ class Mirror:
         """Put every file that has changed, and delete the objects whose files are not there any more."""
         self._put(lambda name, size: True)
 
-    def put_due(self) -> bool:
+    def put_due(self) -> None:
         """Do as `put` for the files that were not put within the pause; large ones are put later, by a thread of their own.
 
-        Return True if new files wait that this has not begun with, for the sake of those that grow.
+        For the sake of those that grow, new files with which it has not begun after a while wait for the next time.
         """
         ready, end = self._clock() - self._pause, self._clock() + _BATCH
-        is_late = False
 
         def is_due(name: str, size: int) -> bool:
-            nonlocal is_late
             file = self._file(name)
             if file.put_at > ready:
                 return False
@@ -136,11 +135,9 @@ class Mirror:
                     file.put_at = self._clock()
                     self._large.submit(self._try, lambda: self._put_file(name))
                 return False
-            is_late = is_late or (file.tag == MISSING and self._clock() > end)
             return file.tag != MISSING or self._clock() <= end
 
         self._put(is_due)
-        return is_late
 
     def persist(self, path: str | os.PathLike[str]) -> None:
         """Put one file now, as far as it is written, if it has changed; one outside the directory is left alone."""
@@ -182,7 +179,7 @@ class Mirror:
     def _choose(self, entries: Iterable[Entry]) -> Iterator[tuple[str, Entry]]:
         """Return those objects that belong into the directory, by their paths there."""
         kept = [entry for entry in entries if not entry.key.startswith(".") and not _ARCHIVED.fullmatch(entry.key)]
-        snapshots = {match[1] for entry in kept if (match := _DRAFT.fullmatch(entry.key))}
+        snapshots = {match["name"] for entry in kept if (match := DRAFT.fullmatch(entry.key))}
         for entry in kept:
             folder, _, file = entry.key.partition("/")
             if file == MANIFEST and folder not in snapshots:
@@ -196,25 +193,21 @@ class Mirror:
 
     def _get(self, name: str, entry: Entry) -> None:
         """Copy an object into the directory, unless it is a link, or was deleted meanwhile."""
-        path, hasher = self.folder / name, hashlib.blake2b()
+        path = self.folder / name
+        stored: StoredObject | RangeReader
         try:
-            head: StoredObject | Entry
-            if entry.size <= PART:
-                head = self._bucket.get(name)
-                if read_link(entry, head.content):
-                    return
-                pieces: Iterable[bytes | memoryview] = [head.content]
-            else:
-                head = self._bucket.head(name)
-                starts = range(0, head.size, PART)
-                pieces = (self._bucket.read(name, start, min(PART, head.size - start)) for start in starts)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "xb") as output:
-                for piece in pieces:
-                    hasher.update(piece)
-                    output.write(piece)
-            if entry.size > PART and self._bucket.head(name).tag != head.tag:
-                raise RemoteError(f"{self._bucket.url}/{name} was written while it was read; try again")
+            if entry.size <= PART:
+                stored = self._bucket.get(name)
+                if read_link(entry, stored.content):
+                    return
+                with open(path, "xb") as copy:
+                    copy.write(stored.content)
+            else:
+                stored = self._bucket.open(name)
+                stored.copy_to(path)
+            with open(path, "rb") as copied:
+                digest = hashlib.file_digest(copied, "blake2b").digest()
         except (FileNotFoundError, RemoteError) as error:
             path.unlink(missing_ok=True)
             if isinstance(error, RemoteError):
@@ -226,18 +219,17 @@ class Mirror:
             self._leave_out(name, f"it cannot be written to {self.folder} ({error.strerror})")
         else:
             file = self._file(name)
-            file.tag, file.digest, file.size, file.may_be_there = head.tag, hasher.digest(), path.stat().st_size, True
+            file.tag, file.digest, file.size, file.may_be_there = stored.tag, digest, path.stat().st_size, True
             file.status = _status(path.stat()).unless_recent()
 
     def _keep(self, look: float) -> None:
         """Put files that are due until this run ends or loses the lease."""
-        is_late = False
-        while not self._stop.wait(0 if is_late else look):
-            is_late = bool(self._try(self.put_due))
+        while not self._stop.wait(look):
+            self._try(self.put_due)
 
-    def _try(self, put: Callable[[], bool | None]) -> bool | None:
+    def _try(self, put: Callable[[], None]) -> None:
         try:
-            return put()
+            put()
         except LeaseLostError:  # who saves or ends is told
             self._stop.set()
         except OSError as error:
@@ -245,7 +237,6 @@ class Mirror:
                 self._outage.give(f"the files of {self._bucket.url} wait in {self.folder}: {error}")
         except Warning:
             pass
-        return None
 
     def _put(self, is_due: Callable[[str, int], bool]) -> None:
         """Put the files that have changed and are due, and delete objects without one unless a file still waits."""
@@ -318,7 +309,7 @@ class Mirror:
         if len(f"{self._bucket.url}/{name}".encode(errors="replace")) > _LONGEST_ADDRESS:
             self._leave_out(name, f"its address would have more than {_LONGEST_ADDRESS} bytes; give it a shorter name")
             return
-        if not name.isprintable() or "\\" in name or _DRAFT.fullmatch(name):
+        if not name.isprintable() or "\\" in name or DRAFT.fullmatch(name):
             self._leave_out(name, "no object beside snapshots can have such a name; rename it")
             return
         file = self._file(name)
@@ -346,8 +337,7 @@ class Mirror:
         if status.size > _LARGE:
             size = self._put_large(name, file, content, status.size, hasher)
         else:
-            small = b"".join(_pieces(content, status.size))
-            hasher.update(small)
+            small = b"".join(_pieces(content, status.size, hasher))
             size = len(small)
             if not self._put_small(name, file, small):
                 return
@@ -373,16 +363,13 @@ class Mirror:
         self._index.change()
         if file.tag == MISSING and self._find(name) is None:
             return 0
-        sent, file.may_be_there = 0, True
+        file.may_be_there = True
         with self._bucket.upload(name) as upload:
             upload.expect(size)
-            for piece in _pieces(content, size):
-                hasher.update(piece)
-                upload.write(piece)
-                sent += len(piece)
+            upload.writelines(_pieces(content, size, hasher))
             self._index.check()
         file.tag = self._bucket.head(name).tag
-        return sent
+        return upload.tell()
 
     def _find(self, name: str) -> Tag | None:
         """Return the state of the object of a file, which this run may write over; ``None`` if it is a link."""
@@ -455,9 +442,10 @@ def read_link(entry: Entry, content: bytes, record: Record | None = None) -> dic
     return document if is_listed else None
 
 
-def _pieces(source: BufferedReader, size: int) -> Iterator[bytes]:
-    """Return the bytes of a file up to a size, in pieces."""
+def _pieces(source: BufferedReader, size: int, hasher: hashlib.blake2b) -> Iterator[bytes]:
+    """Return the bytes of a file up to a size, in pieces, which are hashed."""
     while size and (piece := source.read(min(size, 1 << 20))):
+        hasher.update(piece)
         size -= len(piece)
         yield piece
 

@@ -25,10 +25,9 @@ from chainring._places.base import MANIFEST, Place, RemoteError, StoredFile, che
 from chainring._places.bucket import MISSING, Bucket, Entry, Tag
 from chainring._places.connection import ChangedError
 from chainring._places.index import Index, Record, list_run, read_record, stamp_of
-from chainring._places.mirror import LARGEST_LINK, Mirror, read_link, working_directory
+from chainring._places.mirror import DRAFT, LARGEST_LINK, Mirror, read_link, working_directory
 
 _RECORD = "run.json"
-_DRAFT = re.compile(r"(?P<draft>(?P<name>[^/]+)/[0-9a-f]{16})/.+")
 _ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/[^/]+")
 
 
@@ -133,7 +132,7 @@ class RemotePlace(Place):
     def stamp(self, name: str) -> str | None:
         return None if self.index is None else self.index.record.stamp(name)
 
-    def admits(self, name: str, stamp: str | None, digest: str) -> bool:
+    def admits(self, name: str, stamp: object, digest: str) -> bool:
         if stamp is None:
             return True
         if self.index is not None:
@@ -225,7 +224,7 @@ class RemotePlace(Place):
     def sweep(self, folders_of: Callable[[Iterable[str]], Mapping[str, str | None]]) -> list[str]:
         keys = [entry.key for entry in self._list()]
         named = {key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")}
-        drafts = {match["draft"]: match["name"] for key in keys if (match := _DRAFT.fullmatch(key))}
+        drafts = {match["draft"]: match["name"] for key in keys if (match := DRAFT.fullmatch(key))}
         there = {name for name in named if "/" not in name}
         valid = dict(folders_of(there))
         in_use = set(valid.values())
@@ -236,7 +235,7 @@ class RemotePlace(Place):
             in_use.update(archived.values())
             unknown |= {name.rpartition("/")[2] for name, folder in archived.items() if folder is None}
         unfinished = {draft for draft, name in drafts.items() if draft not in in_use and name not in unknown}
-        files = [key for key in keys if (match := _DRAFT.fullmatch(key)) and match["draft"] in unfinished]
+        files = [key for key in keys if (match := DRAFT.fullmatch(key)) and match["draft"] in unfinished]
         self.bucket.delete([*(f"{name}/{MANIFEST}" for name in there - valid.keys()), *files])
         return sorted(unfinished)
 
