@@ -69,7 +69,7 @@ def paths(tmp_path_factory):
 
 ERRORS = {
     "empty": (2, "is not a snapshot and holds none: it is empty"),
-    "other": (2, "is not a snapshot and holds none: neither has a manifest.json"),
+    "other": (2, "is not a snapshot and holds none: it has notes.txt, and no manifest.json"),
     "none": (2, "a run that has taken no snapshot. In the script, trainer.extend(extensions.snapshot()"),
     ".": (2, "There are runs in it: give {root}/none or {root}/result"),
     "absent": (2, "there is no {root}/absent"),
@@ -88,7 +88,7 @@ ERRORS = {
         "is one file of the snapshot {root}/result/snapshot_iter_4; give the directory",
     ),
     "newer": (2, "is of a newer Chainring, which writes format 2; this one reads 1: update it"),
-    "torn": (1, "has a state.json and no manifest.json: a snapshot that is damaged, or copied in part"),
+    "torn": (1, "has files of a snapshot and no manifest.json: it is damaged, or was copied in part"),
 }
 
 

@@ -201,7 +201,7 @@ def test_what_is_not_there_is_named_with_what_is(s3, run, model):
     said = {
         "nothing": f"there is no {s3}/nothing",
         "run": f"a run, not a snapshot; give one of its own, such as {s3}/run/state",
-        "run/best": f"is a link to {s3}/run/snapshot_iter_9, which is not there",
+        "run/best": "is a link to snapshot_iter_9, which is not there",
         "young": "belongs to a run that has taken no snapshot",
         "cut/state": "files of a snapshot and no manifest.json",
     }

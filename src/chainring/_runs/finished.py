@@ -336,7 +336,7 @@ def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
     file = snapshot.open(STATE, snapshot.read_manifest())
     if file.size > _LARGEST_STATE:
         raise ValueError(f"{file.path} is too large for the state of a snapshot")
-    document = parse_strict(file.read_all())
+    document = parse_strict(file.read_bytes())
     values = document.get("state") if isinstance(document, dict) else None
     if not isinstance(values, dict):
         raise ValueError(f"{file.path} is not the state of a snapshot")

@@ -103,7 +103,8 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
     if snapshot.is_local or not snapshot.exists():
         plan, failure, content = None, None, None
         try:
-            plan = _plan_foreign(path, obj, path_in_snapshot, strict)
+            is_near = os.path.exists(os.path.join(path, MANIFEST))  # a snapshot, of which nothing is planned
+            plan = None if is_near else _plan_foreign(path, obj, path_in_snapshot, strict)
             content = None if plan is None or comm.world.size == 1 else plan.fingerprint()
         except Exception as error:
             failure = error
@@ -147,8 +148,8 @@ def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPla
                 raise
     source = Path(place)
     if not source.exists():
-        raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
-    if (source / MANIFEST).exists() or (source.is_file() and not _safetensors.is_pickle(open_file(source))):
+        raise explain_absence(source)
+    if source.is_file() and not _safetensors.is_pickle(open_file(source)):
         return None
     from chainring.serializers.foreign import plan_loading  # which few programs need
 
@@ -396,7 +397,7 @@ class StoredTensors:
         manifest = self._source.verify(content=self._is_verified)
         if STATE not in manifest.files:
             raise CorruptError(f"{self._source} has no {STATE}")
-        text = self._source.open(STATE, manifest).read_all()
+        text = self._source.open(STATE, manifest).read_bytes()
         if zlib.crc32(text) != manifest.files[STATE][1]:
             raise CorruptError(f"{self._source}/{STATE} has other bytes than were written")
         names = [name for name in manifest.files if name.endswith(".safetensors")]
@@ -422,23 +423,18 @@ class StoredTensors:
             crcs = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
             if not self._is_verified and (len(crcs) != count or crcs[0] != zlib.crc32(header)):
                 raise CorruptError(f"{file.path} has other bytes than were written")
-            # Each part goes to the reader that has the fewest bytes so far, in the same way on all ranks.
-            read, mine = dict.fromkeys(readers, 0), set()
-            for number, (start, end) in sorted({entry.part: entry.span for entry in stored.values()}.items()):
-                reader = min(readers, key=read.__getitem__)
-                read[reader] += end - start
-                if reader == rank:
-                    mine.add(number)
             for key, entry in stored.items():
-                if entry.part not in mine:
-                    continue
                 name, start, length = key.partition("\0")[0], entry.span[0], entry.span[1] - entry.span[0]
+                # Each reader has an equal share of the bytes, and reads the parts that begin in it.
+                share = (start - len(header)) * len(readers) // (file.size - len(header) or 1)
+                if readers[min(share, len(readers) - 1)] != rank:
+                    continue
                 offsets, shape = entry.offsets or ((0,) * len(entry.shape), entry.shape)
                 part = _Part(file, start, (tuple(offsets), entry.shape), None if self._is_verified else crcs[entry.part])
                 self._parts.setdefault(name, []).append(part)
                 content = None
                 if entry.shape == tuple(shape) and self._source.is_local and length <= _SMALL:  # elsewhere by requests
-                    content = bytes(file.read(start, length).numpy())
+                    content = file.read_bytes(start, length)
                     if part.crc is not None and zlib.crc32(content) != part.crc:
                         raise CorruptError(f"{file.path} has other bytes than were written")
                 strides = None if entry.offsets else entry.strides
@@ -522,12 +518,11 @@ class _Stream:
         for name, offers in self.offers[rank].items():
             itemsize = self.dtypes[name].itemsize
             for number, (region, ranks) in enumerate(offers):
-                for box in _boxes(region[1], limit // itemsize) if ranks else ():
-                    offsets = tuple(start + offset for start, offset in zip(region[0], box[0], strict=True))
+                for box in _boxes(region, limit // itemsize) if ranks else ():
                     if step and size + math.prod(box[1]) * itemsize > limit:
                         yield step
                         step, size = [], 0
-                    step.append(_Block(name, number, (offsets, box[1]), ranks != {rank}))
+                    step.append(_Block(name, number, box, ranks != {rank}))
                     size += math.prod(box[1]) * itemsize
         if step:
             yield step
@@ -542,8 +537,8 @@ class _Stream:
                 target[...] = content[_within(block.region, overlap)]
             for rank, request in enumerate(self.requests):
                 overlaps = [_overlap(block.region, region) for region in request[block.name] if rank != rank_here]
-                wanted = [content[_within(block.region, overlap)].contiguous() for overlap in overlaps if overlap]
-                sent[rank] += [piece.reshape(-1).view(torch.uint8) for piece in wanted]
+                needed = [content[_within(block.region, overlap)] for overlap in overlaps if overlap]
+                sent[rank] += [piece.reshape(-1).view(torch.uint8) for piece in needed]
         if not any(block.is_shared for of_rank in blocks for block in of_rank):
             return
         coming = [
@@ -551,8 +546,9 @@ class _Stream:
             for rank, of_rank in enumerate(blocks)
         ]
         sizes = [sum(target.numel() * target.itemsize for target in targets) for targets in coming]
-        wait = self.comm.start_all_to_all([_join(pieces).to(self.comm.device) for pieces in sent], sizes)
+        joined = [torch.cat([torch.empty(0, dtype=torch.uint8), *pieces]).to(self.comm.device) for pieces in sent]
         sent.clear()
+        wait = self.comm.start_all_to_all(joined, sizes)
         for content, targets in zip(wait(), coming, strict=True):
             pieces = torch.split(content.cpu(), [target.numel() * target.itemsize for target in targets])
             for piece, target in zip(pieces, targets, strict=True):
@@ -584,12 +580,6 @@ class _Stream:
         return content.view(dtype).reshape(block.region[1])
 
 
-def _join(pieces: Sequence[Tensor]) -> Tensor:
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
-
-
 def _ranks_that_need(requests: Sequence[Request], name: str, part: Region) -> set[int]:
     """Return the ranks that need some of a part of a tensor."""
     return {rank for rank, request in enumerate(requests) if any(_overlap(part, region) for region in request[name])}
@@ -609,15 +599,16 @@ def _within(outer: Region, inner: Region) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(starts, inner[1], strict=True))
 
 
-def _boxes(sizes: Sequence[int], limit: int) -> Iterator[Region]:
-    """Yield boxes in row-major order that make up one of ``sizes``, each of at most ``limit`` elements that lie together."""
-    inner = math.prod(sizes[1:])
+def _boxes(region: Region, limit: int) -> Iterator[Region]:
+    """Yield boxes in row-major order that make up a region, each of at most ``limit`` elements that lie together."""
+    offsets, sizes = region
     if math.prod(sizes) <= limit:
-        yield (0,) * len(sizes), tuple(sizes)
-    elif inner > limit:
-        for row in range(sizes[0]):
-            yield from (((row, *offsets), (1, *box)) for offsets, box in _boxes(sizes[1:], limit))
-    else:
-        rows = limit // inner
-        for start in range(0, sizes[0], rows):
-            yield (start, *(0 for _ in sizes[1:])), (min(rows, sizes[0] - start), *sizes[1:])
+        yield region
+        return
+    cut = next(dimension for dimension in range(len(sizes)) if math.prod(sizes[dimension + 1 :]) <= limit)
+    rows = limit // math.prod(sizes[cut + 1 :])
+    ranges = [range(start, start + size) for start, size in zip(offsets[:cut], sizes[:cut], strict=True)]
+    for before in itertools.product(*ranges):
+        for row in range(0, sizes[cut], rows):
+            size = min(rows, sizes[cut] - row)
+            yield (*before, offsets[cut] + row, *offsets[cut + 1 :]), (*(1 for _ in before), size, *sizes[cut + 1 :])

@@ -46,6 +46,8 @@ _VIEW_NAMES = find_dtypes(["complex128", "float8_e8m0fnu", "float4_e2m1fn_x2"])
 _VIEWS = {dtype: torch.float64 if dtype.is_complex else torch.uint8 for dtype in _VIEW_NAMES.values()}
 """Dtypes that not every reader of the format knows: stored as."""
 
+_ENTRY = {"dtype": str, "same_as": str, "strides": list, "offsets": list, "shape": list}
+"""What there may be in the metadata of a tensor."""
 _NUMPY = {
     *(torch.float64, torch.float32, torch.float16, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
@@ -134,14 +136,10 @@ def read_header(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
 
 def _is_entry(entry: Any) -> bool:
     """Return whether metadata of a tensor has the form that this version writes."""
-
-    def is_valid(key: str, value: Any) -> bool:
-        if key in ("dtype", "same_as"):
-            return type(value) is str
-        return key in ("strides", "offsets", "shape") and type(value) is list and all(type(size) is int for size in value)
-
-    is_valid_dict = isinstance(entry, dict) and all(is_valid(key, value) for key, value in entry.items())
-    return is_valid_dict and ("offsets" in entry) == ("shape" in entry)
+    if not isinstance(entry, dict) or ("offsets" in entry) != ("shape" in entry):
+        return False
+    sizes = [size for value in entry.values() if type(value) is list for size in value]
+    return all(type(value) is _ENTRY.get(key) for key, value in entry.items()) and all(type(size) is int for size in sizes)
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -184,12 +182,10 @@ def read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], di
     those of its shape.
     """
     try:
-        if file.size < 8:
-            raise ValueError("it is too short")
-        size = int.from_bytes(bytes(file.read(0, 8).numpy()), "little")
+        size = int.from_bytes(file.read_bytes(0, min(8, file.size)), "little")
         if size > min(_MAX_HEADER, file.size - 8):
-            raise ValueError(f"its header is longer than {'the file' if size > file.size - 8 else _MAX_HEADER}")
-        text = bytes(file.read(0, 8 + size).numpy())
+            raise ValueError(f"its header is longer than the file, or than {_MAX_HEADER} bytes")
+        text = file.read_bytes(0, 8 + size)
         header = parse_strict(text[8:])
         texts = header.pop("__metadata__", {}) if isinstance(header, dict) else None
         if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
@@ -198,10 +194,9 @@ def read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], di
         start = 0
         for name, entry in header.items():
             first, last = entry["data_offsets"]
-            if not isinstance(entry["dtype"], str):
-                raise ValueError(f"{name!r:.80} has a dtype that is not text")
-            if not all(type(number) is int and number >= 0 for number in (first, last, *entry["shape"])):
-                raise ValueError(f"{name!r:.80} has a place or a shape that is not of integers")
+            are_sizes = all(type(number) is int and number >= 0 for number in (first, last, *entry["shape"]))
+            if not are_sizes or not isinstance(entry["dtype"], str):
+                raise ValueError(f"{name!r:.80} has a dtype, a shape or a place of another form")
             dtype = _DTYPES.get(entry["dtype"])
             if dtype is not None and last - first != math.prod(entry["shape"]) * dtype.itemsize:
                 raise ValueError(f"{name!r:.80} does not have the bytes of its shape")
@@ -368,5 +363,5 @@ def _compare(file: StoredFile, expected: bytes | None, crc: int) -> None:
 
 def is_pickle(file: StoredFile) -> bool:
     """Return whether a file begins as those of ``torch.save`` and NumPy do, an archive or a pickle, not as safetensors."""
-    start = bytes(file.read(0, min(9, file.size)).numpy())
+    start = file.read_bytes(0, min(9, file.size))
     return start.startswith((b"PK\x03\x04", b"\x80")) and start[8:] != b"{"

@@ -337,12 +337,9 @@ def coordinate(
     beside: Sequence[Path] = (),
 ) -> None:
     """Commit a snapshot with the files of all ranks: the side of rank 0 of a two-phase commit, beside `participate`."""
-    is_announced = False
 
     def write_all(draft: str) -> dict[str, Written]:
-        nonlocal is_announced
-        is_announced = True
-        comm.broadcast_object(draft)
+        comm.broadcast_object((draft, None))
         results = comm.gather_object(_try_to_write(store, draft, _rank_file(0, comm.size), write))
         failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, str)]
         if failures:
@@ -353,19 +350,17 @@ def coordinate(
     try:
         store.commit(name, write_all, iteration, about, beside)
     except BaseException as error:
-        if not is_announced:
-            comm.broadcast_object(None)
-        comm.broadcast_object(f"{type(error).__name__}: {error}")
+        comm.broadcast_object((None, f"{type(error).__name__}: {error}"))
         raise
-    comm.broadcast_object(None)
+    comm.broadcast_object((None, None))
 
 
 def participate(comm: Communicator, store: Snapshots, write: WriteFile) -> None:
     """Write this rank's file of the snapshot that rank 0 commits by `coordinate`; an error says which rank has failed."""
-    draft: str | None = comm.broadcast_object(None)
+    draft, failure = comm.broadcast_object(None)
     if draft is not None:
         comm.gather_object(_try_to_write(store, draft, _rank_file(comm.rank, comm.size), write))
-    failure: str | None = comm.broadcast_object(None)
+        _, failure = comm.broadcast_object(None)
     if failure is not None:
         raise OSError(errno.EIO, failure)
 

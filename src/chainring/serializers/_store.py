@@ -33,6 +33,8 @@ STATE = "state.json"
 _CHECKSUMS = re.compile(r"([0-9a-f]{8})+")
 _PLAIN = re.compile(r"(?!\.\.?$)[^/\0]+")
 _FOLDER = re.compile(r"((\.\./\.\./[^/.\0][^/\0]*/)?[0-9a-f]{16})?")
+_TYPES = {"name": str, "iteration": int, "files": dict, "about": dict, "parts": dict, "folder": str, "beside": list}
+"""Of what a manifest has beside its format."""
 _ARCHIVE = re.compile(r"(?P<run>.+)/(?P<archive>(?:previous|abandoned)/\d+)")
 _READERS = 8  # manifests in an object store that are read at once
 _MAX_SUMMARIES = 1 << 14
@@ -40,10 +42,6 @@ _RECORD = "run.json"
 THINNED = "thinned"  # the key of the digests that a manifest has in the place of files, see `Snapshots.thin`
 _FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")  # of a snapshot
 _MAX_NAMES = 3
-_NO_SNAPSHOT = (
-    "belongs to a run that has taken no snapshot. In the script, "
-    'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
-)
 
 
 class CorruptError(ValueError):
@@ -94,12 +92,6 @@ class Manifest:
     beside: Sequence[str] = ()  # the files of the run to which the state refers, such as its log
     digest: str = field(default="", compare=False)  # of its text, where it was read
 
-    @property
-    def stamp(self) -> str | None:
-        """What it says of the run that has written it."""
-        stamp = self.about.get(STAMP)
-        return stamp if isinstance(stamp, str) else None
-
 
 class SavedSnapshot:
     """A snapshot, or what may be one.
@@ -112,6 +104,8 @@ class SavedSnapshot:
     """
 
     def __init__(self, files: base.Place, name: str) -> None:
+        if not files.is_local and (match := _ARCHIVE.fullmatch(files.url)):  # its files are still in the run
+            files, name = open_place(match["run"]), f"{match['archive']}/{name}"
         self._files, self._key = files, name
         self.path, self.is_local = files.path_of(name), files.is_local
         self.place = files.url if files.is_local else self.path.rpartition("/")[0]
@@ -122,18 +116,18 @@ class SavedSnapshot:
 
     def exists(self) -> bool:
         """Return whether it has a manifest, sound or not."""
-        return self._files.exists(_join(self._key, MANIFEST))
+        return self._files.exists(posixpath.join(self._key, MANIFEST))
 
     def read_manifest(self) -> Manifest:
         """Return the manifest, compared with its own checksum; a `Thinned` if the files are not there. See `verify`."""
         try:
-            text = self._files.read(_join(self._key, MANIFEST))
+            text = self._files.read(posixpath.join(self._key, MANIFEST))
         except FileNotFoundError:
             raise CorruptError(f"{self.path} is not a snapshot: it has no {MANIFEST}") from None
         except ValueError as error:
             raise CorruptError(str(error)) from None
         manifest = parse_manifest(text, self.path)
-        if not self._files.admits(self._key, manifest.stamp, manifest.digest):
+        if not self._files.admits(self._key, manifest.about.get(STAMP), manifest.digest):
             raise LateError(f"{self.path} was written by a run that had lost its lease, and is not valid")
         if THINNED in manifest.about:
             raise Thinned(self.path, manifest)
@@ -146,17 +140,16 @@ class SavedSnapshot:
 
     def folder(self, manifest: Manifest) -> str:
         """Return the folder of the files, from the place of the run."""
-        if manifest.folder.startswith("../"):  # it was moved, and they were not
-            return posixpath.normpath(_join(posixpath.dirname(self._key), manifest.folder))
-        return _join(self._key, manifest.folder)
+        was_moved = manifest.folder.startswith("../")  # and they were not
+        return posixpath.normpath(posixpath.join(posixpath.dirname(self._key) if was_moved else self._key, manifest.folder))
 
     def path_of(self, file: str, manifest: Manifest) -> str:
         """Return where a file lies, a path or an address."""
-        return self._files.path_of(_join(self.folder(manifest), file))
+        return self._files.path_of(posixpath.join(self.folder(manifest), file))
 
     def open(self, file: str, manifest: Manifest) -> StoredFile:
         """Open a file."""
-        return self._files.open(_join(self.folder(manifest), file))
+        return self._files.open(posixpath.join(self.folder(manifest), file))
 
     def folder_beside(self, manifest: Manifest) -> Path:
         """Return a folder with ``run.json`` and the other files beside the snapshot to which it refers, such as the log.
@@ -189,10 +182,6 @@ class SavedSnapshot:
         return manifest
 
 
-def _join(*names: str) -> str:
-    return "/".join(filter(None, names))
-
-
 Written = tuple[int, int] | tuple[int, int, str]
 """The size of a file in bytes and its CRC-32; of a file of tensors those of its parts too, see `Manifest`."""
 WriteFile = Callable[[Sink], Written]
@@ -218,7 +207,7 @@ class Snapshots:
 
     def snapshot(self, name: str) -> SavedSnapshot:
         """Return the snapshot of a name, which need not be there."""
-        return _snapshot_at(self.files, name)
+        return SavedSnapshot(self.files, name)
 
     def commit(
         self,
@@ -239,10 +228,7 @@ class Snapshots:
         draft = self.files.draft(check_name(name))
         try:
             try:
-                if callable(files):
-                    written = files(draft)
-                else:
-                    written = {file: self.write(draft, file, write) for file, write in files.items()}
+                written = files(draft) if callable(files) else {f: self.write(draft, f, write) for f, write in files.items()}
             except BaseException:
                 self.files.discard(draft)
                 raise
@@ -277,19 +263,16 @@ class Snapshots:
 
     def names(self) -> list[str]:
         """Return the names of the snapshots, the highest iteration first, then the thinned, at last the damaged ones."""
-        states = self.files.states()
-        listed = [(name, manifest) for name, manifest in self.listing(states) if states[name] is not None]
+        listed = [item for item in self.listing() if item[1] is not None or self.files.exists(f"{item[0]}/{MANIFEST}")]
         return [name for name, _ in sorted(listed, key=lambda item: 2 if item[1] is None else THINNED in item[1].about)]
 
-    def listing(
-        self, states: Mapping[str, Hashable | None] | None = None, *, copies: bool = True
-    ) -> list[tuple[str, Manifest | None]]:
+    def listing(self, *, copies: bool = True) -> list[tuple[str, Manifest | None]]:
         """Return all that may be snapshots with their manifests, those first whose manifest cannot be read.
 
         Then comes the highest iteration, and so on down. Only manifests are read. Without ``copies`` one that was written
         under another name counts as one that cannot be read: a person has copied it, or it has replaced another.
         """
-        states = self.files.states() if states is None else states
+        states = self.files.states()
         if self.files.is_local:
             summaries = [self._summary(name, state) for name, state in states.items()]
         else:
@@ -298,7 +281,7 @@ class Snapshots:
         listed = [
             (name, manifest if manifest is None or copies or manifest.name == name else None)
             for name, manifest in zip(states, summaries, strict=True)
-            if manifest is None or self.files.admits(name, manifest.stamp, manifest.digest)
+            if manifest is None or self.files.admits(name, manifest.about.get(STAMP), manifest.digest)
         ]
         return sorted(listed, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
 
@@ -327,7 +310,7 @@ class Snapshots:
         manifest = self._summary(name, self.files.state(name))
         if manifest is None or manifest.iteration != iteration:
             return False
-        return self.files.admits(name, manifest.stamp, manifest.digest)
+        return self.files.admits(name, manifest.about.get(STAMP), manifest.digest)
 
     def remove(self, name: str) -> None:
         """Remove a snapshot, which is never there in part; what a person has put in its place stays."""
@@ -368,19 +351,22 @@ class Snapshots:
     def sweep(self) -> list[str]:
         """Remove what killed runs have left unfinished, and return its names. Only the run that writes there may."""
 
-        def find_folder(name: str) -> tuple[bool, str | None]:
-            saved = self.snapshot(name)
-            try:
-                manifest = saved.read_manifest()
-                return True, saved.folder(manifest) if manifest.name == saved.name else None
-            except CorruptError as error:
-                return not isinstance(error, LateError), None
-
         def find_folders(names: Iterable[str]) -> dict[str, str | None]:
-            names = list(names)
+            folders: dict[str, str | None] = {}
+
+            def find_folder(name: str) -> None:
+                saved = self.snapshot(name)
+                try:
+                    manifest = saved.read_manifest()
+                    folders[name] = saved.folder(manifest) if manifest.name == saved.name else None
+                except LateError:
+                    pass  # it is not valid
+                except CorruptError:
+                    folders[name] = None
+
             with ThreadPoolExecutor(_READERS) as pool:
-                folders = zip(names, pool.map(find_folder, names), strict=True)
-                return {name: folder for name, (is_valid, folder) in folders if is_valid}
+                list(pool.map(find_folder, names))
+            return folders
 
         return self.files.sweep(find_folders)
 
@@ -437,16 +423,15 @@ def split(place: Place) -> tuple[str, str]:
     if not is_url(place):
         return str(Path(place).parent), Path(place).name
     url = os.fspath(place)
-    above, _, name = open_place(url).url.rpartition("/")
     if not has_name(url):
         raise ValueError(f"{url} is a whole bucket; give what lies in it, such as {url.rstrip('/')}/run/snapshot_iter_100")
+    above, _, name = open_place(url).url.rpartition("/")
     return above, name
 
 
 def has_name(url: str) -> bool:
     """Return whether an address is that of something in a bucket, and not of the bucket."""
-    place = url.partition("://")[2]
-    return "/" in place.strip("/") or (place.startswith("/") and place.strip("/") != "")
+    return "/" in open_place(url).url.partition("://")[2]
 
 
 def open_file(place: Place) -> StoredFile:
@@ -471,17 +456,10 @@ def find_snapshot(place: Place) -> SavedSnapshot:
     """Return what may be a snapshot at a path or an address; a link in an object store is followed."""
     above, name = split(place)
     files = open_place(above)
-    saved = _snapshot_at(files, name)
+    saved = SavedSnapshot(files, name)
     if files.is_local or saved.exists() or (target := files.link_target(name)) is None:
         return saved
-    return _snapshot_at(files, target)
-
-
-def _snapshot_at(files: base.Place, name: str) -> SavedSnapshot:
-    """Return the snapshot of a name; in an object store the files of one in an archive lie elsewhere in the run."""
-    if not files.is_local and (match := _ARCHIVE.fullmatch(files.url)):
-        return SavedSnapshot(open_place(match["run"]), f"{match['archive']}/{name}")
-    return SavedSnapshot(files, name)
+    return SavedSnapshot(files, target)
 
 
 def format_manifest(manifest: Manifest) -> bytes:
@@ -511,74 +489,49 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
             raise NewerFormat(
                 f"{place} is of a newer Chainring, which writes format {version!r:.40}; this one reads {FORMAT}: update it"
             )
-        name, iteration, files, about = (content[key] for key in ("name", "iteration", "files", "about"))
-        if type(name) is not str:
-            raise ValueError("its name is a text")
-        if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
-            raise ValueError('"iteration" is an integer, "files" and "about" are objects')
-        files = {check_name(file): (size, crc) for file, (size, crc) in files.items()}
-        if not all(type(value) is int for size_and_crc in files.values() for value in size_and_crc):
-            raise ValueError("sizes and checksums are integers")
-        parts, folder, beside = content.get("parts", {}), content.get("folder", ""), content.get("beside", [])
-        if type(parts) is not dict or not all(type(crcs) is str and _CHECKSUMS.fullmatch(crcs) for crcs in parts.values()):
-            raise ValueError("checksums of parts are text, eight hexadecimal digits each")
-        if type(folder) is not str or not _FOLDER.fullmatch(folder):
-            raise ValueError("the folder of the files is sixteen hexadecimal digits")
-        if type(beside) is not list or not all(type(name) is str and _PLAIN.fullmatch(name) for name in beside):
-            raise ValueError("the files beside a snapshot are names")
+        values = {"parts": {}, "folder": "", "beside": [], **content}
+        for key, cls in _TYPES.items():
+            if type(values[key]) is not cls:
+                raise ValueError(f"{key!r} is {values[key]!r:.40}, and no {cls.__name__}")
+        values["files"] = {check_name(file): (size, crc) for file, (size, crc) in values["files"].items()}
+        numbers = [number for size_and_crc in values["files"].values() for number in size_and_crc]
+        texts = [(_FOLDER, values["folder"]), *((_PLAIN, name) for name in values["beside"])]
+        texts += [(_CHECKSUMS, crcs) for crcs in values["parts"].values()]
+        if not all(type(number) is int for number in numbers) or not all(
+            type(text) is str and pattern.fullmatch(text) for pattern, text in texts
+        ):
+            raise ValueError("a size, a checksum or a name has another form")
     except NewerFormat:
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{place}/{MANIFEST} is not a manifest that this version reads: {error}") from error
-    return Manifest(name, iteration, files, about, parts, folder, tuple(beside), digest_of(text))
+    return Manifest(**{key: values[key] for key in _TYPES}, digest=digest_of(text))
 
 
 def explain_absence(place: Place) -> Exception:
     """Return the error of a path or an address where neither a snapshot nor a file is, with what is there instead."""
-    return _explain_in_store(os.fspath(place)) if is_url(place) else _explain_on_disk(Path(place))
-
-
-def _explain_on_disk(path: Path) -> Exception:
-    if not os.path.exists(path):
-        if path.is_symlink():
-            return FileNotFoundError(f"{path} is a link to {os.readlink(path)}, which is not there")
-        return _explain_nothing(str(path), str(path.parent), _snapshots_in(path.parent))
-    if not path.is_dir():
-        return FileNotFoundError(f"{path} is neither a regular file nor a directory")
-    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    if (path / STATE).exists():
-        return CorruptError(f"{path} has a state.json and no {MANIFEST}: a snapshot that is damaged, or copied in part")
-    runs = [str(entry) for entry in entries if (entry / _RECORD).exists() or _snapshots_in(entry)]
-    if not entries:
-        content = "it is empty"
-    elif (path / _RECORD).exists():
-        content = f"it {_NO_SNAPSHOT}"
-    else:
-        content = f"neither has a {MANIFEST}" + (
-            f". There are runs in it: give {list_names(runs, _MAX_NAMES, ' or ')}" if runs else ""
-        )
-    return FileNotFoundError(f"{path} is not a snapshot and holds none: {content}")
-
-
-def _explain_in_store(url: str) -> Exception:
-    run, (above, name) = open_store(url), split(url)
-    if (target := open_store(above).link_target(name)) is not None:
-        return FileNotFoundError(f"{url} is a link to {above}/{target}, which is not there")
+    run, (above, name) = open_store(place), split(place)
+    is_local, keys = run.files.is_local, sorted(key for key in run.files.sizes("") if not key.startswith("."))
+    if not keys and not (is_local and os.path.exists(place)):
+        if (target := open_place(above).link_target(name)) is not None:
+            return FileNotFoundError(f"{place} is a link to {target}, which is not there")
+        names = open_store(above).names() if (os.path.isdir(above) if is_local else has_name(above)) else []
+        beside = f"; {above} has {list_names(names, _MAX_NAMES)}" if names else ""
+        return FileNotFoundError(f"there is no {place}{beside}")
+    if is_local and not os.path.isdir(place):
+        return FileNotFoundError(f"{place} is neither a regular file nor a directory")
     if names := run.names():
-        return FileNotFoundError(f"{url} is a run, not a snapshot; give one of its own, such as {run}/{names[0]}")
-    keys = sorted(run.files.sizes(""))
+        return FileNotFoundError(f"{place} is a run, not a snapshot; give one of its own, such as {run}/{names[0]}")
     if any(map(_FILE.fullmatch, keys)):
-        return CorruptError(f"{url} has files of a snapshot and no {MANIFEST}: it is damaged, or was not finished")
+        return CorruptError(f"{place} has files of a snapshot and no {MANIFEST}: it is damaged, or was copied in part")
     if _RECORD in keys:
-        return FileNotFoundError(f"{url} {_NO_SNAPSHOT}")
-    if keys:
-        return FileNotFoundError(f"{url} is neither a snapshot nor a file; below it is {run}/{keys[0]}")
-    return _explain_nothing(url, above, open_store(above).names() if has_name(above) else [])
-
-
-def _explain_nothing(given: str, above: str, names: Sequence[str]) -> Exception:
-    return FileNotFoundError(f"there is no {given}" + (f"; {above} has {list_names(names, _MAX_NAMES)}" if names else ""))
-
-
-def _snapshots_in(directory: Path) -> list[str]:
-    return open_store(directory).names() if directory.is_dir() else []
+        return FileNotFoundError(
+            f"{place} belongs to a run that has taken no snapshot. In the script, "
+            'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
+        )
+    folders = [Path(place, key) for key in keys if is_local and Path(place, key).is_dir()]
+    runs = [str(folder) for folder in folders if (folder / _RECORD).exists() or open_store(folder).names()]
+    content = f": it has {keys[0]}, and no {MANIFEST}" if keys else ": it is empty"
+    if runs:
+        content = f". There are runs in it: give {list_names(runs, _MAX_NAMES, ' or ')}"
+    return FileNotFoundError(f"{place} is not a snapshot and holds none{content}")

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from chainring._files import atomic_write, below_home, parse_strict
+from chainring._messages import list_names
 from chainring._naming import unwrap
 from chainring.serializers._values import Array, as_array, decode_arrays, encode, find_dtypes, require_dtype
 from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, is_module, state_entries
@@ -53,6 +54,7 @@ _NONE = (
 )
 """What NumPy writes for ``numpy.array(None)``, which Chainer saves for ``None``: recognized by its bytes, not unpickled."""
 _LONGEST_NONE = 512
+_SHOWN = 5  # names in a message
 _LARGEST, _LARGEST_RATIO = 2**28, 64  # bytes of an unpacked file in any case, and beyond that as many times its size
 _DAMAGED = (
     *(ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, RuntimeError),
@@ -161,12 +163,13 @@ def load_npz(
         names = [name.removesuffix(".npy") for name in archive.namelist()]
         state, untyped = _read(archive, names, prefix, label)
     if start and not state:
-        raise ValueError(f"{label} has nothing under {path!r}; it holds {_shown(names)}")
+        raise ValueError(f"{label} has nothing under {path!r}; it holds {list_names(names, _SHOWN)}")
     if strict and is_module(obj):  # say where in the file it is, if it is elsewhere; PyTorch would list every name
         paths = [name.replace(".", "/") for name in state_entries(obj)]
         elsewhere = sorted({name.removesuffix(paths[0]) for name in names if paths and name.endswith(f"/{paths[0]}")})
         if elsewhere and not any(prefix + path in state for path in paths):
-            raise ValueError(f"{label} has no such model under {prefix!r}; pass one of these as path: {_shown(elsewhere)}")
+            there = list_names(elsewhere, _SHOWN)
+            raise ValueError(f"{label} has no such model under {prefix!r}; pass one of these as path: {there}")
 
     def is_ignored(name: str) -> bool:
         return any(name == rule if isinstance(rule, str) else bool(rule(name)) for rule in rules)
@@ -312,7 +315,8 @@ def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
     if invalid or len(set(members)) < len(members):
         raise ValueError(
             f"{label} is a zip but not an npz file, whose entries are .npy arrays, each once: it has "
-            f"{_shown(invalid or members)}. What torch.save wrote is loaded with torch.load(file, weights_only=True)"
+            f"{list_names(invalid or members, _SHOWN)}. What torch.save wrote is loaded with "
+            "torch.load(file, weights_only=True)"
         )
     return archive
 
@@ -380,7 +384,3 @@ def _array(archive: zipfile.ZipFile, name: str, label: str) -> Array | None:
 
 def _damaged(label: str, what: str, error: BaseException) -> ValueError:
     return ValueError(f"npz file {label} is truncated or damaged: {what} ({error}). Copy it again, or load an earlier one")
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
