@@ -111,7 +111,6 @@ def test_a_value_of_no_weight_does_not_count_even_if_it_is_not_finite(value):
     summary = summary_of([value, 3.0], [0, 2])
     assert summary.compute_mean() == 3.0
     assert summary.make_statistics() == (3.0, 0.0)
-    assert summary.compute_sum() == 6.0
     infinite = summary_of([math.inf, math.inf], [2, 0])
     assert infinite.compute_mean() == math.inf
 
@@ -272,8 +271,7 @@ def test_saved_state_does_not_depend_on_where_state_was_saved_before(keys):
             summary.add(observation(number, keys), 1 + number % 4)
             if number in stops:
                 summary = saved_and_loaded(summary)
-        state = summary.state_dict()
-        states.append({key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in state.items()})
+        states.append(summary.state_dict())
     assert states[0] == states[1]
 
 
@@ -378,10 +376,6 @@ def test_a_metric_that_gives_no_single_number_is_passed_over():
         assert summary.compute_mean() == {}
 
 
-def number_of_values(state):
-    return {key: value.numel() for key, value in state.items() if isinstance(value, torch.Tensor)}
-
-
 @pytest.mark.parametrize("kind", [DictSummary, DictMeans])
 def test_the_state_of_an_open_interval_does_not_grow_with_it(kind):
     """As many numbers for ten values a key as for seven thousand, however they alternate."""
@@ -391,7 +385,7 @@ def test_the_state_of_an_open_interval_does_not_grow_with_it(kind):
         for number in range(count):
             turn = number if number % 2 else torch.tensor(number)
             summary.add({"a": torch.tensor(number / 3), "b": number / 7, "c": turn})
-        sizes.append(number_of_values(summary.state_dict()))
+        sizes.append({key: len(sums) for key, sums in summary.state_dict()["folded"].items()})
     assert sizes[0] == sizes[1]
 
 
@@ -434,14 +428,7 @@ def test_the_state_with_what_is_not_a_number_does_not_depend_on_when_it_was_save
         cut.add({"a": value})
         cut = saved_and_loaded(cut) if number % 2 else cut
     state, expected = cut.state_dict(), whole.state_dict()
-    assert torch.equal(state["0/folded"], expected["0/folded"])
-
-
-def test_sums_of_another_length_are_refused():
-    """The file is not one that was written so."""
-    summary = Summary()
-    with pytest.raises(ValueError, match="the sums of an interval are"):
-        summary.load_state_dict({"folded": torch.zeros(3, dtype=torch.int64)})
+    assert str(state["folded"]["a"]) == str(expected["folded"]["a"])  # with NaN
 
 
 @pytest.mark.parametrize("cut", [0, 1, 77, 200])
@@ -519,14 +506,3 @@ def test_statistics_are_equal_to_the_last_bit_whatever_was_saved_when(seed, spec
     exact = sum(products)
     if abs(exact) < Fraction(1.7e308):
         assert means[0]["key1"] == (float(exact) / sum(weight for _, weight in rows)).hex()
-
-
-def test_the_saved_state_of_an_open_interval_does_not_grow():
-    """A fixed number of numbers a key, after ten observations as after ten thousand."""
-    sizes = []
-    for count in (10, 10_000):
-        summary = DictSummary()
-        for number in range(count):
-            summary.add({"a": torch.tensor(float(number)), "b": 0.1 * number}, 1)
-        sizes.append({key: torch.as_tensor(value).numel() for key, value in summary.state_dict().items() if key != "names"})
-    assert sizes[0] == sizes[1]

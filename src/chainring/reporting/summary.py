@@ -43,9 +43,6 @@ _Chunk = tuple[Tensor, Tensor]
 _ON_HOST = torch.float64, torch.device("cpu")
 
 _POINT = 1074  # every finite float is a multiple of 2**-1074, the least positive one
-# Integers of 64 bits that hold 2**64 of the largest float, of its square and of its cube, and a sign.
-_SIZE, *_POWER_SIZES = [-(-(power * 2098 + 64 + 1) // 64) for power in (1, 2, 3)]
-_NAN, _PLUS, _MINUS = 1, 2, 4
 
 
 class ExactSum:
@@ -54,9 +51,9 @@ class ExactSum:
     NaN and infinities are kept apart, and decide the value as IEEE arithmetic does.
     """
 
-    def __init__(self, units: int = 0, special: int = 0) -> None:
+    def __init__(self, units: int = 0, special: float = 0.0) -> None:
         self.units = units
-        self.special = special
+        self.special = special  # the sum of those that are not finite
 
     def add(self, numbers: Sequence[float]) -> None:
         """Add numbers: their correctly rounded sum, then that of what rounding has left, until nothing is left."""
@@ -70,19 +67,17 @@ class ExactSum:
                 if math.isfinite(number):
                     self.units += to_units(number)
                 else:
-                    self.special |= _NAN if number != number else _PLUS if number > 0 else _MINUS
+                    self.special += number
         else:
             self.units += units
 
     def merge(self, other: ExactSum) -> None:
         self.units += other.units
-        self.special |= other.special
+        self.special += other.special
 
     def value(self) -> float:
         """Return the correctly rounded sum."""
-        if self.special:
-            return {_PLUS: math.inf, _MINUS: -math.inf}.get(self.special, math.nan)
-        return divide(self.units, 1 << _POINT)
+        return self.special or divide(self.units, 1 << _POINT)
 
 
 def to_units(number: float) -> int:
@@ -97,16 +92,6 @@ def divide(numerator: int, denominator: int) -> float:
         return numerator / denominator
     except OverflowError:
         return math.inf if (numerator < 0) == (denominator < 0) else -math.inf
-
-
-def _to_words(number: int, size: int) -> list[int]:
-    """Return a number in two's complement, as integers of 64 bits."""
-    words: list[int] = np.frombuffer(number.to_bytes(8 * size, "little", signed=True), "<i8").tolist()
-    return words
-
-
-def _from_words(words: Sequence[int]) -> int:
-    return int.from_bytes(np.array(words, "<i8").tobytes(), "little", signed=True)
 
 
 class Moments:
@@ -155,26 +140,16 @@ class Moments:
         first, second = self.powers
         return math.sqrt(max(0.0, divide(second * total - first * first, total * total << 2 * _POINT)))
 
-    def to_tensor(self) -> Tensor:
+    def state(self) -> list[float]:
         """Return the saved form, whose length does not depend on what was added."""
-        words = np.array([self.least, self.largest]).view(np.int64).tolist()
-        for total in (self.products, self.weights):
-            words += [total.special, *_to_words(total.units, _SIZE)]
-        for power, size in zip(self.powers, _POWER_SIZES, strict=False):
-            words += _to_words(power, size)
-        return torch.tensor(words, dtype=torch.int64)
+        sums = self.products, self.weights
+        return [self.least, self.largest, *(n for total in sums for n in (total.units, total.special)), *self.powers]
 
     @classmethod
-    def from_tensor(cls, saved: Tensor, with_deviation: bool) -> Moments:
-        """Return the moments of which this is the saved form; a `ValueError` refuses one of another length."""
-        sizes = [2, 1 + _SIZE, 1 + _SIZE, *(_POWER_SIZES if with_deviation else ())]
-        if saved.dtype != torch.int64 or saved.shape != (sum(sizes),):
-            raise ValueError(f"the sums of an interval are {sum(sizes)} integers, got {saved.dtype} {tuple(saved.shape)}")
-        limits, products, weights, *powers = (words.tolist() for words in torch.split(saved, sizes))
-        moments = cls(with_deviation)
-        moments.least, moments.largest = np.array(limits).view(np.float64).tolist()
-        moments.products, moments.weights = (ExactSum(_from_words(of[1:]), of[0]) for of in (products, weights))
-        moments.powers = [_from_words(words) for words in powers]
+    def from_state(cls, saved: list[Any]) -> Moments:
+        moments = cls(with_deviation=False)
+        moments.least, moments.largest, *sums = saved
+        moments.products, moments.weights, moments.powers = ExactSum(*sums[:2]), ExactSum(*sums[2:4]), sums[4:]
         return moments
 
 
@@ -229,28 +204,6 @@ class Column:
         # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
         return min(max(mean, least), largest) if math.isfinite(mean) else mean
 
-    def statistics(self) -> tuple[float, float]:
-        """Return the weighted mean and the weighted population standard deviation; NaN if there are no numbers."""
-        deviation = self.fold().deviation()
-        return self.mean(), deviation
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save the sums, or load them into rank 0: a mean does not depend on which rank has them."""
-        sums = serializer("folded", self.fold().to_tensor() if isinstance(serializer, Serializer) else None)
-        if not isinstance(serializer, Serializer):
-            self.chunks = []
-            self.sums = Moments.from_tensor(sums, self.with_deviation) if _counts_on(serializer.comm) else None
-
-
-def _counts_on(comm: Communicator) -> bool:
-    """Return whether sums over an interval are kept by this rank: by rank 0, or by each if any of them may be lost."""
-    return comm.rank == 0 or comm.survives
-
-
-def _sums_of_ranks(sums: Any, comm: Communicator) -> list[Any]:
-    """Return the sums over an interval that ranks have, those of rank 0 where each has all."""
-    return [comm.broadcast_object(sums)] if comm.survives else comm.gather_object(sums)
-
 
 def read(columns: Iterable[Column]) -> None:
     """Bring the numbers of columns to the host, as one chunk in float64; the one place where a device is waited for."""
@@ -284,76 +237,6 @@ def _merge(chunks: Sequence[_Chunk]) -> list[_Chunk]:
     groups = groupby(chunks, lambda chunk: [(tensor.dtype, tensor.device) for tensor in chunk])
     pairs = (zip(*group, strict=True) for _, group in groups)
     return [(torch.cat(values), torch.cat(weights)) for values, weights in pairs]
-
-
-class MeanSummary(Stateful):
-    """The weighted mean of one series of numbers."""
-
-    _has_deviation = False
-
-    def __init__(self) -> None:
-        self._column = Column(self._has_deviation)
-
-    def add(self, value: float | Tensor, weight: float | Tensor = 1) -> None:
-        """Add one number with a weight. Both may be 0-dimensional tensors, which are not read from their device.
-
-        Raises:
-            TypeError: ``value`` is not a single number.
-            ValueError: ``weight`` is not a single number.
-        """
-        if not is_scalar(value):
-            raise TypeError(f"a summary takes single numbers, got {_describe(value)}; reduce it first, for example .mean()")
-        _check_weight(weight)
-        self._column.append(_as_vector(value), _as_vector(weight))
-
-    def compute_mean(self) -> float:
-        """Return the weighted mean; NaN if nothing has been added."""
-        return self._column.mean()
-
-    def compute_sum(self) -> float | None:
-        """Return the weighted sum; ``None`` if nothing has been added."""
-        sums = self._column.fold()
-        is_empty = sums.least > sums.largest and not sums.products.special  # NaN, which is neither, is special
-        return None if is_empty else sums.products.value()
-
-    def over_ranks(self, comm: Communicator) -> Self:
-        """Return the summary of what has been added on all ranks."""
-        return self._merge(_sums_of_ranks(self._column.fold(), comm))
-
-    def __add__(self, other: Self) -> Self:
-        """Return the summary of what has been added to either."""
-        if type(other) is not type(self):
-            return NotImplemented
-        return self._merge([self._column.fold(), other._column.fold()])
-
-    def _merge(self, all_sums: Iterable[Moments]) -> Self:
-        merged = type(self)()
-        for sums in all_sums:
-            merged._column.fold().merge(sums)
-        return merged
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save the sums over all ranks, or load them into rank 0."""
-        is_shared = isinstance(serializer, Serializer) and serializer.comm.size > 1
-        (self.over_ranks(serializer.comm) if is_shared else self)._column.serialize(serializer)
-
-
-class Summary(MeanSummary):
-    """The weighted mean and standard deviation of one series of numbers.
-
-    Example::
-
-        summary = Summary()
-        summary.add(0.5, weight=3)
-        mean, deviation = summary.make_statistics()
-        total = summary + summary  # of what has been added to either; exact
-    """
-
-    _has_deviation = True
-
-    def make_statistics(self) -> tuple[float, float]:
-        """Return the weighted mean and the weighted population standard deviation, from sums without rounding."""
-        return self._column.statistics()
 
 
 class DictMeans(Stateful):
@@ -468,23 +351,14 @@ class DictMeans(Stateful):
         """Return the weighted mean of each key, in the order in which the keys were first added."""
         return {key: column.mean() for key, column in self._end_interval().items()}
 
+    def compute_sum(self, key: str) -> float | None:
+        """Return the weighted sum of a key; ``None`` if it has not been added."""
+        self._stack_rows()
+        return self._columns[key].fold().products.value() if key in self._columns else None
+
     def total_weight(self, key: str) -> float:
         """Return the sum of the weights of a key."""
         return self._columns[key].fold().weights.value()
-
-    def refuse_metrics(self) -> None:
-        """Refuse metrics where ranks may be lost, and with them what they have counted."""
-        self._stack_rows()
-        if self._metrics:
-            raise ValueError(
-                f"with create_communicator(survive=True) a rank may be lost, and so far what it has counted for the metric "
-                f"{min(self._metrics)!r} with it: report a value of each batch, of which the mean is taken"
-            )
-
-    def add_up_metrics(self, comm: Communicator) -> None:
-        """Put metrics that have counted what those of all ranks have in the place of those of this rank."""
-        self._stack_rows()
-        self._metrics = _metrics.all_over_ranks(self._metrics, comm)
 
     def over_ranks(self, comm: Communicator, each_has_all: bool = False) -> Self:
         """Return the summary of what has been added on all ranks. Metrics are computed and reset.
@@ -494,16 +368,17 @@ class DictMeans(Stateful):
         Raises:
             ValueError: a metric exchanges what it has counted over more ranks than those that share the data.
         """
-        is_alone = comm.size == 1 and (type(comm) is Communicator or comm.world.size == 1)
-        if not is_alone:
-            self._stack_rows()
-            _metrics.check_exchange(self._metrics, comm)
+        if comm.size == 1 and (type(comm) is Communicator or comm.world.size == 1):
+            self._end_interval()
+            return self
+        self._stack_rows()
+        _metrics.check_exchange(self._metrics, comm)
         self._end_interval()
-        # On a mesh, what one of the ranks that see the same rows has.
-        sums = self._fold() if not is_alone else {}
-        if each_has_all:
-            return self if is_alone else self._merge([comm.broadcast_object(sums)])
-        return self if is_alone else self._merge(comm.gather_object(sums))
+        return self._of_ranks(comm, each_has_all)
+
+    def _of_ranks(self, comm: Communicator, each_has_all: bool) -> Self:
+        sums = self._fold()
+        return self._merge([comm.broadcast_object(sums)] if each_has_all else comm.gather_object(sums))
 
     def __add__(self, other: Self) -> Self:
         """Return the summary of what has been added to either.
@@ -534,17 +409,20 @@ class DictMeans(Stateful):
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save the numbers of all ranks, or load them into rank 0."""
-        source = self
+        folded, comm = None, serializer.comm
         if isinstance(serializer, Serializer):
             self._stack_rows()
             if self._metrics:
                 _metrics.warn_of_unsaved(self._metrics)
-            source = self if serializer.comm.size == 1 else self._merge(_sums_of_ranks(self._fold(), serializer.comm))
+            source = self if comm.size == 1 else self._of_ranks(comm, comm.survives)
             read(source._columns.values())
-        else:
+            folded = {key: column.fold().state() for key, column in source._columns.items()}
+        folded = serializer("folded", folded)
+        if not isinstance(serializer, Serializer):
             DictMeans.__init__(self, self._said)  # forgets what was added
-        for index, key in enumerate(serializer("names", list(source._columns))):  # by index: a key may hold slashes
-            source._columns[key].serialize(serializer[str(index)])
+            if comm.rank == 0 or comm.survives:  # a mean does not depend on which rank has the sums
+                for key, state in folded.items():
+                    self._columns[key].sums = Moments.from_state(state)
 
 
 class DictSummary(DictMeans):
@@ -566,8 +444,56 @@ class DictSummary(DictMeans):
         """Return the mean of each key as ``key`` and its standard deviation as ``key.std``."""
         statistics: dict[str, float] = {}
         for key, column in self._end_interval().items():
-            statistics[key], statistics[f"{key}.std"] = column.statistics()
+            statistics[key], statistics[f"{key}.std"] = column.mean(), column.fold().deviation()
         return statistics
+
+
+class Summary(Stateful):
+    """The weighted mean and standard deviation of one series of numbers.
+
+    Example::
+
+        summary = Summary()
+        summary.add(0.5, weight=3)
+        mean, deviation = summary.make_statistics()
+        total = summary + summary  # of what has been added to either; exact
+    """
+
+    def __init__(self) -> None:
+        self._values = DictSummary()  # under one key, ""
+
+    def add(self, value: float | Tensor, weight: float | Tensor = 1) -> None:
+        """Add one number with a weight. Both may be 0-dimensional tensors, which are not read from their device.
+
+        Raises:
+            TypeError: ``value`` is not a single number.
+            ValueError: ``weight`` is not a single number.
+        """
+        if not is_scalar(value):
+            raise TypeError(f"a summary takes single numbers, got {_describe(value)}; reduce it first, for example .mean()")
+        _check_weight(weight)
+        self._values.add({"": _copy(value)}, _copy(weight))
+
+    def compute_mean(self) -> float:
+        """Return the weighted mean; NaN if nothing has been added."""
+        return self._values.compute_mean().get("", math.nan)
+
+    def make_statistics(self) -> tuple[float, float]:
+        """Return the weighted mean and the weighted population standard deviation, from sums without rounding."""
+        statistics = self._values.make_statistics()
+        return statistics.get("", math.nan), statistics.get(".std", math.nan)
+
+    def __add__(self, other: Self) -> Self:
+        """Return the summary of what has been added to either."""
+        if type(other) is not type(self):
+            return NotImplemented
+        total = type(self)()
+        total._values = self._values + other._values
+        return total
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save the sums over all ranks, or load them into rank 0."""
+        self._values.serialize(serializer)
 
 
 class IntervalMeans:
@@ -605,11 +531,16 @@ class IntervalMeans:
 
     def end(self, trainer: Trainer) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
-        if trainer.comm.survives:
-            self._summary.refuse_metrics()
-        if trainer.comm.size > 1 and getattr(trainer.updater, "virtual_ranks", None) is not None:
-            self._summary.add_up_metrics(trainer.comm)
-        means = self._summary.over_ranks(trainer.comm, trainer.comm.survives).compute_mean()
+        summary, comm = self._summary, trainer.comm
+        summary._stack_rows()
+        if comm.survives and summary._metrics:
+            raise ValueError(
+                f"with create_communicator(survive=True) a rank may be lost, and so far what it has counted for the metric "
+                f"{min(summary._metrics)!r} with it: report a value of each batch, of which the mean is taken"
+            )
+        if comm.size > 1 and getattr(trainer.updater, "virtual_ranks", None) is not None:
+            summary._metrics = _metrics.all_over_ranks(summary._metrics, comm)
+        means = summary.over_ranks(comm, comm.survives).compute_mean()
         self._summary = DictMeans(self._said)
         return means
 
@@ -626,7 +557,7 @@ def weighted_means(observations: Sequence[tuple[Mapping[str, Any], Any]]) -> dic
         if all(is_scalar(value) for value, _ in pairs):
             merged[key], _ = weighted_mean(pairs)
         elif all(is_scalar(value) or _is_weighted(value) for value, _ in pairs):
-            merged[key] = weighted_mean([value if _is_weighted(value) else pair for pair in pairs for value in pair[:1]])
+            merged[key] = weighted_mean([value if _is_weighted(value) else (value, weight) for value, weight in pairs])
         else:
             merged[key] = pairs[-1][0]
     return merged
@@ -700,11 +631,13 @@ def _describe(value: Any) -> str:
     return f"{type(value).__name__} of shape {tuple(value.shape)}{kind}"
 
 
+def _copy(number: Any) -> Any:
+    return number.detach().clone() if isinstance(number, Tensor) else float(number)
+
+
 def _as_vector(number: Any) -> Tensor:
     """Return a number as a tensor of one element, a copy out of its graph."""
-    if isinstance(number, Tensor):
-        return number.detach().clone().view(1)
-    return torch.tensor([float(number)], dtype=torch.float64)
+    return _copy(number).view(1) if isinstance(number, Tensor) else torch.tensor([float(number)], dtype=torch.float64)
 
 
 def _stack(scalars: list[Any]) -> Tensor | None:

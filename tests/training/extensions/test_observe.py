@@ -68,7 +68,7 @@ def test_bad_settings_are_refused(tmp_path):
     """An unknown optimizer when the run starts, before the first update."""
     with pytest.raises(TypeError, match="target_func"):
         observe_value("lr", 3)
-    with pytest.raises(TypeError, match="observation_key"):
+    with pytest.raises(TypeError, match="a key is that of a reported value"):
         observe_value(3, lambda _: 3)
     with pytest.raises(TypeError, match="optimizer_name"):
         extensions.observe_lr(sgd(Line()))

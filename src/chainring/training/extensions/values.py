@@ -16,7 +16,7 @@ from chainring._distributed.sharding import fsdp_modules, reshard, to_full
 from chainring._messages import OneTimeWarning
 from chainring._naming import name_cleaner, name_of_model
 from chainring.reporting.reporter import report
-from chainring.reporting.summary import DictMeans, MeanSummary, is_scalar
+from chainring.reporting.summary import DictMeans, is_scalar
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_EDITOR, PRIORITY_WRITER, Extension, make_extension
 from chainring.training.trainer import Trainer
@@ -29,7 +29,7 @@ class BestValue(BestMean, Extension):
 
     In every iteration it adds the value, if it was reported before this extension runs, to a mean with the weight of the
     update. When its trigger fires, it compares the mean since the last firing with the best so far, as `BestValueTrigger`
-    does: an equal mean is not better, and NaN never is. A resumed run continues with the saved best value.
+    does: an equal mean is not better, and NaN never is.
 
     Example::
 
@@ -132,9 +132,8 @@ class MinValue(BestValue):
 class MicroAverage(Extension):
     """Reports the sum of one reported value divided by the sum of another, both since it last fired.
 
-    It observes each iteration in which both are reported, and reads no value from its device before it fires. If
-    the denominators sum to zero, the result is NaN. An interval in which the two were not reported together has no
-    result; the first one gives a warning.
+    It observes each iteration in which both are reported, and reads no value from its device before it fires. If the
+    denominators sum to zero, the result is NaN. An interval without both has no result; the first one gives a warning.
 
     Example::
 
@@ -154,12 +153,11 @@ class MicroAverage(Extension):
         self, numerator_key: str, denominator_key: str, result_key: str, trigger: TriggerLike = (1, "epoch")
     ) -> None:
         for key in (numerator_key, denominator_key, result_key):
-            if not isinstance(key, str):
-                raise TypeError(f'a key is that of a reported value, such as "main/correct"; got {key!r}')
+            _check_key(key)
         self.watched_keys = self.keys = numerator_key, denominator_key
         self.result_key = result_key
         self.trigger = get_trigger(trigger)
-        self._sums = MeanSummary(), MeanSummary()
+        self._sums = DictMeans()
         self._warning = OneTimeWarning()
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
@@ -171,12 +169,12 @@ class MicroAverage(Extension):
             return  # what virtual ranks report is on every rank the mean of all of them, of which one counts
         values: list[Any] = [trainer.observation.get(key) for key in self.keys]
         if all(map(is_scalar, values)):
-            for summary, value in zip(self._sums, values, strict=True):
-                summary.add(value)
+            self._sums.add(dict(zip(self.keys, values, strict=True)))
 
     def __call__(self, trainer: Trainer) -> None:
-        numerator, denominator = (summary.over_ranks(trainer.comm).compute_sum() for summary in self._sums)
-        self._sums = MeanSummary(), MeanSummary()
+        totals = self._sums.over_ranks(trainer.comm, trainer.comm.survives)
+        numerator, denominator = map(totals.compute_sum, self.keys)
+        self._sums = DictMeans()
         if numerator is not None:
             report({self.result_key: numerator / denominator if denominator else math.nan})
         elif not trainer.is_rehearsing:  # which raises where a key is not reported
@@ -188,12 +186,11 @@ class MicroAverage(Extension):
             )
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        saved_keys = serializer("keys", list(self.keys))
+        saved_keys = serializer("keys", self.keys)
         self._warning.serialize(serializer)
-        for name, summary in zip(("numerator", "denominator"), self._sums, strict=True):
-            summary.serialize(serializer[name])
-        if not isinstance(serializer, Serializer) and list(saved_keys) != list(self.keys):
-            self._sums = MeanSummary(), MeanSummary()  # settings are never state: sums of other values say nothing
+        self._sums.serialize(serializer["sums"])
+        if saved_keys != self.keys:
+            self._sums = DictMeans()  # settings are never state: sums of other values say nothing
 
 
 class RunningAverage(Extension):
@@ -249,11 +246,9 @@ class RunningAverage(Extension):
             report({self.result_key: self._sum / self._weight})
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        saved_key, is_tensor = serializer("key", self.key), serializer("is_tensor", isinstance(self._sum, Tensor))
-        saved = serializer("sum", float(self._sum)), serializer("weight", self._weight)
+        saved_key, *saved = serializer("key", self.key), serializer("sum", self._sum), serializer("weight", self._weight)
         if not isinstance(serializer, Serializer):  # settings are never state: the sum of other values says nothing
             self._sum, self._weight = saved if saved_key == self.key else (0.0, 0.0)
-            self._sum = torch.tensor(self._sum, dtype=torch.float32) if is_tensor else self._sum  # for the same rounding
 
 
 def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
@@ -310,7 +305,7 @@ def observe_lr(optimizer_name: str = "main", observation_key: str = "lr") -> Cal
 
 def _check_key(key: Any) -> None:
     if not isinstance(key, str):
-        raise TypeError(f'observation_key is the key of a reported value, such as "lr"; got {key!r}')
+        raise TypeError(f'a key is that of a reported value, such as "main/loss"; got {key!r}')
 
 
 Statistic = Callable[[Tensor], Any]
@@ -322,10 +317,9 @@ class ParameterStatistics(Extension):
 
     The keys are ``<prefix>/<model>/<parameter>/<data or grad>/<statistic>``, for example
     ``main/predictor/weight/grad/std``; a statistic of several numbers has one key for each, with ``/0``, ``/1``, ... They
-    are reported in the iteration in which the trigger fires, so that a `LogReport` includes them. Statistics are computed
-    on the device after every update, which is expensive for large models, and read from it when the trigger fires.
-
-    Gradients are those that the optimizer has used; a parameter without a gradient is left out in that update.
+    are reported when the trigger fires, so that a `LogReport` includes them. Statistics are computed on the device after
+    every update, which is expensive for large models, and read from it when the trigger fires. Gradients are those that the
+    optimizer has used; a parameter without a gradient is left out in that update.
 
     Example::
 
@@ -395,11 +389,10 @@ class ParameterStatistics(Extension):
         values: dict[str, Any] = {}
         with torch.no_grad():
             for path, tensor in self._tensors():
-                memory = tensor.untyped_storage().data_ptr()
                 for name, function in self._statistics.items():
                     value = function(tensor)
-                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == memory:
-                        value = value.clone()  # a view of the parameter, which the next step changes
+                    if isinstance(value, Tensor):
+                        value = value.clone()  # it may be a view of the parameter, which the next step changes
                     if getattr(value, "ndim", 0):
                         values |= {f"{path}/{name}/{index}": item for index, item in enumerate(value.reshape(-1))}
                     else:
