@@ -6,7 +6,7 @@ import base64
 import math
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chainring._files import from_json, to_json
 from chainring.reporting.reporter import find_reporter
 
 _BINS = 64
 _CHUNK = 1 << 22  # values that are counted at once, so that a copy of them in double precision stays small
 _CHANNELS = ((3,), (1, 4))
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_SUMS = ("sum", "sum_of_squares")  # of a histogram: the square of a finite double may be infinite
 _COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # of PNG, by the number of channels: grey, colour, colour with alpha
 
 
@@ -105,9 +105,7 @@ def media_to_json(media: Media) -> dict[str, Any]:
         return {"kind": "image", "png": base64.b64encode(media.png()).decode()}
     if isinstance(media, Text):
         return {"kind": "text", "text": media.text}
-    numbers = {name: getattr(media, name) for name in Histogram.__dataclass_fields__}
-    words = {name: str(numbers[name]) for name in _SUMS if not math.isfinite(numbers[name])}
-    return {"kind": "histogram", **numbers, **words}
+    return {"kind": "histogram", **to_json(asdict(media))}  # the square of a finite double may be infinite
 
 
 def media_from_json(content: dict[str, Any]) -> Media:
@@ -122,15 +120,15 @@ def media_from_json(content: dict[str, Any]) -> Media:
         return Image(lines[:, 1:].reshape(height, width, channels))
     if kind == "text":
         return Text(values["text"])
-    sums = {name: float(values[name]) for name in _SUMS}
-    return Histogram(**{**values, **sums, "counts": tuple(values["counts"]), "edges": tuple(values["edges"])})
+    counts, edges, sums = tuple(values.pop("counts")), tuple(values.pop("edges")), from_json(values)
+    return Histogram(counts, edges, **sums)
 
 
 def report_image(key: str, image: Any) -> None:
     """Report an image, to be kept with the next row of the log; without a current reporter, do nothing.
 
-    The last image of a key in an interval is kept. Inside an `Evaluator`, its name is added before the key, as for
-    values. With several ranks, the image of rank 0 is kept.
+    The last image of a key in an interval is kept, with several ranks that of rank 0. Inside an `Evaluator`, its name is
+    added before the key, as for values.
 
     Example::
 
@@ -252,16 +250,11 @@ def _to_histogram(values: Any) -> Histogram:
 
 def _count(flat: Tensor) -> Histogram:
     """Return the histogram of a vector of floats, by one read of its device."""
-    chunks, exact = (
-        torch.split(flat, _CHUNK),
-        torch.float64 if flat.device.type != "mps" else torch.float32,
-    )  # which has no doubles
+    if not len(flat):
+        return Histogram((), ())
+    chunks, exact = torch.split(flat, _CHUNK), torch.float32 if flat.device.type == "mps" else torch.float64
     counts = torch.zeros(_BINS + 1, dtype=torch.int64, device=flat.device)  # the last of what is not finite
     special = [test(flat).sum() for test in (torch.isnan, torch.isposinf, torch.isneginf)]
-    if flat.is_cpu:
-        chunks = torch.split(flat[torch.isfinite(flat)], _CHUNK) if any(special) else chunks
-    if not len(chunks[0]):
-        return Histogram((), (), *map(int, special))
     least = torch.stack([torch.where(chunk.isfinite(), chunk, math.inf).min() for chunk in chunks]).min().to(exact)
     greatest = torch.stack([torch.where(chunk.isfinite(), chunk, -math.inf).max() for chunk in chunks]).max().to(exact)
     width = greatest / 2 - least / 2  # halves, because the width of all doubles overflows
@@ -274,7 +267,7 @@ def _count(flat: Tensor) -> Histogram:
         index = torch.where(is_finite, index, _BINS)
         counts.index_add_(0, index, torch.ones_like(index))
         numbers += [wide.sum(), wide.square().sum()]
-    bits = torch.stack(numbers).view(torch.int64 if exact is torch.float64 else torch.int32)
+    bits = torch.stack(numbers).view(torch.int64 if exact is torch.float64 else torch.int32)  # MPS has no doubles
     from chainring._distributed.digests import read_together  # which few programs need
 
     integers, bits_on_host = read_together([torch.cat([torch.stack(special), counts]), bits])
@@ -282,9 +275,7 @@ def _count(flat: Tensor) -> Histogram:
     low, high, *sums = bits_on_host.astype(f"i{size}").view(f"f{size}").tolist()
     if not any(bins[:_BINS]):
         return Histogram((), (), nan, above, below)
-    span, total, squares = high / 2 - low / 2, 0.0, 0.0
+    span = high / 2 - low / 2
     bins = bins[: _BINS if span > 0 else 1]
-    for start in range(0, len(sums), 2):
-        total, squares = total + sums[start], squares + sums[start + 1]
     edges = (2 * (low / 2 + span * (i / len(bins))) for i in range(1, len(bins)))
-    return Histogram(tuple(bins), (low, *edges, high), nan, above, below, total, squares)
+    return Histogram(tuple(bins), (low, *edges, high), nan, above, below, sum(sums[::2]), sum(sums[1::2]))

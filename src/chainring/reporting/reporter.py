@@ -251,10 +251,9 @@ def _snapshot(value: Any) -> Any:
 
 
 def report(values: Mapping[str, Any], observer: Any = None) -> None:
-    """Report values from anywhere inside an iteration; without a current reporter, do nothing.
+    """Report values from anywhere inside an iteration, a hook of a backward too; without a current reporter, do nothing.
 
-    So a model that reports values also works outside of a trainer. A hook of its backward may report too, which runs on an
-    accelerator in a thread of autograd.
+    So a model that reports values also works outside of a trainer.
 
     Example::
 
@@ -262,12 +261,11 @@ def report(values: Mapping[str, Any], observer: Any = None) -> None:
 
     Args:
         values: a mapping from key to value: numbers, scalar tensors, or anything that an extension understands.
-        observer: the object that reports, such as ``self`` in a model; its registered name becomes the prefix of the
-            keys.
+        observer: the object that reports, such as ``self`` in a model; its registered name is the prefix of the keys.
 
     Raises:
         KeyError: the observer is not registered with the current reporter.
-        TypeError: ``values`` is not a mapping.
+        TypeError: ``values`` is not a mapping, or a value is a function.
         RuntimeError: a hook on an accelerator reports without an observer, while several threads train.
     """
     reporter = find_reporter(observer)
