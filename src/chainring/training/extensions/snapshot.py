@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from chainring._checks import is_integer, is_number, plain
+from chainring._checks import is_integer, plain
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded
 from chainring._hints import hinting
@@ -65,9 +65,9 @@ class Snapshot(Extension):
     State that cannot be saved ends the run after its first update.
 
     A name with ``{.updater.iteration}`` belongs to one snapshot. Any other name, such as ``"best"``, is a symbolic link
-    to the snapshot ``<name>_iter_<iteration>``: the next one is committed first, then the link is replaced by a rename,
-    then the previous one is removed. Several extensions may have the same name and different triggers. If they fire in the
-    same iteration, one snapshot is written, which is kept while at least one of them retains it.
+    to the snapshot ``<name>_iter_<iteration>``, which is replaced by a rename when the next one is committed. Several
+    extensions may have the same name and different triggers: if they fire in the same iteration, one snapshot is written,
+    which is kept while at least one of them retains it.
 
     Example::
 
@@ -89,18 +89,17 @@ class Snapshot(Extension):
         asynchronous: True to write the files in the background.
         frozen: False to leave out parameters that need no gradient; loading then does not change them.
         keep_best: the key of a reported value and a number, such as ``("validation/main/loss", 3)``: so many are kept of all
-            that were taken, those with the best means of the value since the trigger last fired. Of equal ones the
-            earlier is better, and what is not finite never is. A fixed name leads to the best, and is absent as long as none
-            has a value. One that is not among them is not written, except for the newest ``n_retains``, which are kept
-            beside them: by default none, or with ``autoload`` one.
+            that were taken, those with the best means of the value since the trigger last fired. Of equal ones the earlier
+            is better, and what is not finite never is. A fixed name leads to the best, and is absent as long as none has a
+            value. One that is not among them is not written, except for the newest ``n_retains``, by default none, or with
+            ``autoload`` one.
         mode: ``"max"`` if greater is better, ``"min"`` if less; ``"auto"`` where the key of ``keep_best`` says it, as for
             `EarlyStoppingTrigger`.
 
     Raises:
         TypeError: ``keep_best`` is not a key and an integer.
-        ValueError: a number is below 1, or whether greater or less is better does not follow from the key.
-        ValueError: when the run starts, ``snapshot_on_error`` with a sharded model, since the other ranks have stopped by
-            the time of an error.
+        ValueError: a number is below 1, or whether greater or less is better does not follow from the key; or, when the run
+            starts, ``snapshot_on_error`` with a sharded model, since the other ranks have stopped by the time of an error.
 
     Attributes:
         saved_iteration: that of the newest snapshot of the trainer that this run has completely written, or ``None``.
@@ -217,7 +216,7 @@ class Snapshot(Extension):
             raise ValueError(f"snapshots of one name save the same: give frozen= to all of {series.label!r}, or to none")
         if siblings[0].extension is not self:
             return
-        begun, series.wanted, series.begun = series.begun, {}, None
+        begun, series.asked, series.begun = series.begun, set(), None
         if trainer.comm.survives and begun is not None:
             is_lost = trainer.comm.is_main and not trainer.store.holds(*begun)  # with rank 0, before it was written
             if trainer.comm.broadcast_object(is_lost):
@@ -253,22 +252,21 @@ class Snapshot(Extension):
         return siblings
 
     def __call__(self, trainer: Trainer) -> None:
-        siblings, name, wanted = self._join_series(trainer), str(trainer.extension_name), self._series.wanted
-        # The first extension of a series that is due asks all of them, and takes one snapshot for those that want it.
-        if name not in wanted:
-            self._series.values = {}
-            due = {name: self} | {entry.name: entry.extension for entry in siblings if entry.is_due}
-            for taker, extension in due.items():
-                is_asked = extension._condition is not None or extension.keep_best is not None
-                wanted[taker] = extension._is_wanted(trainer, taker) if is_asked else True
-        if not wanted.pop(name):
+        siblings, name, series = self._join_series(trainer), str(trainer.extension_name), self._series
+        if name in series.asked:
+            series.asked.discard(name)
             return
-        takers = [name, *(taker for taker, is_wanted in wanted.items() if is_wanted)]
+        # The first extension of a series that is due asks all of them, and takes one snapshot for those that want it.
+        due = {name: self} | {entry.name: entry.extension for entry in siblings if entry.is_due}
+        series.asked, series.values = due.keys() - {name}, {}
+        choosy = [taker for taker, extension in due.items() if extension._condition or extension.keep_best]
+        takers = [taker for taker in due if taker not in choosy or due[taker]._is_wanted(trainer, taker)]
+        if not takers:
+            return
         self._guard(self._background.wait)
         if trainer.comm.is_main:  # it may be called by hand before the run, to keep the state that it starts from
             os.makedirs(trainer.out, exist_ok=True)
         write = self._prepare(trainer, siblings, takers)
-        wanted |= dict.fromkeys(wanted, False)  # this snapshot is theirs, too
         if write is None:
             return
         # A run that continues from this one does not take the others of its iteration again: they are on the disk before it.
@@ -317,18 +315,18 @@ class Snapshot(Extension):
         weights = weights_to_use(trainer.updater) if is_module(self.target) else nullcontext(False)
         with without_collections(), weights as is_changed:
             checkpoint = self._capture(trainer, comm, is_copied=self.asynchronous or is_changed)
-        if not comm.is_main:
-            return (
-                (lambda: checkpoint.commit(store, directory, iteration, comm=series.comm)) if checkpoint.is_sharded else None
-            )
-
         values = series.values
+
+        def write_part() -> None:
+            checkpoint.commit(store, directory, iteration, comm=series.comm)
 
         def write() -> None:
             series.publish(store, checkpoint, name, directory, iteration, takers, is_final, values)
             self.saved_iteration = iteration if self.target is None else None
 
-        return write
+        if comm.is_main:
+            return write
+        return write_part if checkpoint.is_sharded else None
 
     def _capture(self, trainer: Trainer, comm: Communicator | None = None, is_copied: bool = False) -> Checkpoint:
         root = trainer if self.target is None else self.target
@@ -373,11 +371,12 @@ class Snapshot(Extension):
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         if self.snapshot_on_error and trainer.comm.is_main:
             store, (_, directory) = trainer.store, self._series.names(trainer)
-            later = (f"{directory}_error_{count}" for count in itertools.count(1))  # after an earlier attempt
             about = {_SERIES: self._series.label, "error": f"{type(exception).__name__}: {exception}"}
-            checkpoint = self._capture(trainer)
-            free = next(name for name in itertools.chain([f"{directory}_error"], later) if not store.files.exists(name))
-            checkpoint.commit(store, free, trainer.updater.iteration, about)
+            checkpoint, name = self._capture(trainer), f"{directory}_error"
+            counts = itertools.count(1)
+            while store.files.exists(name):  # that of an earlier attempt
+                name = f"{directory}_error_{next(counts)}"
+            checkpoint.commit(store, name, trainer.updater.iteration, about)
 
     def finalize(self) -> None:
         self._has_started = False
@@ -447,7 +446,7 @@ class Series:
         templates: the names of all that it writes, with fields; none for a function, whose snapshots the manifests tell.
         retention: which to keep, by the names of the extensions.
         values: by key, the means with which those of an iteration are ranked.
-        wanted: while those of an iteration are taken, whether each extension that is still to be called is to take one.
+        asked: while those of an iteration are taken, the extensions for which another has asked, and taken one, before.
         comm: connects the ranks while they write.
         damaged: those that proved to be so when they were loaded.
     """
@@ -476,7 +475,7 @@ class Series:
         self.templates: Sequence[str] = names if self._has_links else names[:1]
         self.retention: dict[str, Retention] = {}
         self.values: dict[str, float] = {}
-        self.wanted: dict[str, bool] = {}
+        self.asked: set[str] = set()
         self.begun: tuple[str, int] | None = None  # the name and the iteration of the newest that the run takes
         self.comm: Communicator | None = None
         self.damaged: set[str] = set()
@@ -521,17 +520,14 @@ class Series:
             self.known[directory] = Manifest(directory, iteration, {}, about)
         if not is_linked:
             return
-        if (known := self.known) is None:  # called by hand before the run
-            known = {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
+        known = self.there(store) if self.known is None else self.known
         leading = self.leading(known) if self.is_fixed else directory
         if leading not in (None, name):
             store.link(name, leading)
-        unwanted = known.keys() - self._kept(known) - {directory}
-        if unwanted and (missing := known.keys() - store.files.folders()):  # which a person has removed: they do not count
-            for removed in missing:
-                del known[removed]
-            unwanted = known.keys() - self._kept(known) - {directory}
-        for old in sorted(unwanted, key=lambda old: known[old].iteration):
+        if known.keys() - self._kept(known) <= {directory}:
+            return
+        known = self.there(store)
+        for old in sorted(known.keys() - self._kept(known) - {directory}, key=lambda old: known[old].iteration):
             del known[old]
             if self._has_links and store.link_target(_link_of(old)) == old:
                 store.files.link(_link_of(old), None)
@@ -539,15 +535,12 @@ class Series:
 
     def would_keep(self, store: Snapshots, iteration: int, taker: str) -> bool:
         """Return whether a snapshot that an extension takes now, with the values at hand, would be kept."""
-        known = {} if self.known is None else self.known
-        there = {name: known[name] for name in known.keys() & store.files.folders()}  # the others a person has removed
         about = {_SERIES: self.label, _TAKERS: [taker], _VALUES: self.values}
-        return "" in self._kept(there | {"": Manifest("", iteration, {}, about)})
+        return "" in self._kept(self.there(store) | {"": Manifest("", iteration, {}, about)})
 
     def leading(self, known: Mapping[str, Manifest]) -> str | None:
         """Return the snapshot to which a fixed name leads: the best where they are ranked, else the newest."""
-        names = sorted(known, key=lambda name: (-known[name].iteration, name))
-        in_turn = [name for name in names if _FINAL not in known[name].about]
+        in_turn = _in_turn(known)
         ranked = [retention.rank(in_turn, known) for retention in self.retention.values() if retention.best]
         return next((best[0] for best in ranked or [in_turn] if best), None)
 
@@ -557,26 +550,28 @@ class Series:
         Each keeps of what it has taken itself, and of what none of those that are registered has taken. A name that is not
         fixed, and a link, leads to one of its snapshots, the newest, which alone counts.
         """
-        names = sorted(known, key=lambda name: (-known[name].iteration, name))
-        in_turn = [name for name in names if _FINAL not in known[name].about]
+        in_turn = _in_turn(known)
         targets = {_link_of(name): name for name in reversed(in_turn)}
         kept = set[str]()
         for extension, retention in self.retention.items():
             taken = []
             for name in in_turn:
-                recorded = known[name].about.get(_TAKERS)
-                takers = [taker for taker in self.retention if isinstance(recorded, list) and taker in recorded]
+                takers = [taker for taker in self.retention if taker in known[name].about.get(_TAKERS, ())]
                 is_linked = self.is_fixed or not self._has_links or targets[_link_of(name)] == name
                 if is_linked and (not takers or extension in takers):
                     taken.append(name)
-            newest = retention.newest if retention.newest >= 0 else 1 if self.is_fixed else None
-            sound = (name for name in taken if _NAN not in known[name].about)
-            kept.update(
-                taken[:newest],
-                itertools.islice(sound, newest != 0),
-                retention.rank(taken, known)[: retention.best] if retention.best else (),
-            )
+            newest = retention.newest if retention.newest >= 0 else 1 if self.is_fixed else len(taken)
+            sound = [name for name in taken if _NAN not in known[name].about]
+            kept.update(taken[:newest], sound[: min(newest, 1)], retention.rank(taken, known)[: retention.best])
         return kept
+
+    def there(self, store: Snapshots) -> dict[str, Manifest]:
+        """Return the manifests of its snapshots, read when the run began, without those that a person has removed since."""
+        if self.known is None:
+            return {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
+        for removed in self.known.keys() - store.files.folders():
+            del self.known[removed]
+        return self.known
 
     def listing(self, store: Snapshots) -> dict[str, Manifest | None]:
         """Return the snapshots to continue from: first those without a readable manifest, then the newest, and so on."""
@@ -601,11 +596,16 @@ class Retention(NamedTuple):
         """Return those with a value that is a number, the best first, and of equal ones the earlier."""
         values = {}
         for name in names:
-            of_keys = known[name].about.get(_VALUES)
-            value = of_keys.get(self.key) if isinstance(of_keys, dict) else None
-            if is_number(value):
+            value = known[name].about.get(_VALUES, {}).get(self.key)
+            if value is not None:
                 values[name] = -self.sign * value, known[name].iteration
         return sorted(values, key=values.__getitem__)
+
+
+def _in_turn(known: Mapping[str, Manifest]) -> list[str]:
+    """Return the snapshots that a trigger has asked for, the newest first."""
+    names = [name for name, manifest in known.items() if _FINAL not in manifest.about]
+    return sorted(names, key=lambda name: (-known[name].iteration, name))
 
 
 def _find_nan(checkpoint: Checkpoint) -> str | None:
@@ -619,10 +619,8 @@ def _find_nan(checkpoint: Checkpoint) -> str | None:
 
 def _best_of(keep_best: object, mode: str, n_retains: int, autoload: bool) -> Retention:
     rule = 'keep_best is the key of a reported value and how many to keep, such as ("validation/main/loss", 3)'
-    if not isinstance(keep_best, (tuple, list)) or len(keep_best) != 2 or not isinstance(keep_best[0], str):
-        raise TypeError(f"{rule}; got {keep_best!r}")
-    key, count = keep_best
-    if not is_integer(count):
+    key, count = keep_best if isinstance(keep_best, (tuple, list)) and len(keep_best) == 2 else (None, None)
+    if not isinstance(key, str) or not is_integer(count):
         raise TypeError(f"{rule}; got {keep_best!r}")
     if count < 1:
         raise ValueError(f"{rule}, at least 1; got {keep_best!r}")
