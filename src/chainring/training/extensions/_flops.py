@@ -105,7 +105,7 @@ class UpdateFlops(Observer):
         """See a batch of the update that is counted."""
         if (counter := self._counter) is None:
             return
-        undo_if_computed_again(partial(counter.go_back, Counter(counter.flops)))
+        undo_if_computed_again(partial(setattr, counter, "flops", Counter(counter.flops)))
         if self._is_compiled:
             _count_copy(counter, context.updater, context.batch)
         elif threading.get_ident() != self._thread:
@@ -183,10 +183,6 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unknown: set[str] = set()
         self.is_of_copy = False
 
-    def go_back(self, flops: Counter[str]) -> None:
-        """Count on from an earlier number."""
-        self.flops = flops
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", func)
@@ -229,16 +225,14 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _formula_of(packet: Any) -> Callable[..., int] | None:
     name = str(packet)
     if re.match(r"aten\._scaled_dot_product_\w*attention", name):
-        return _attention_backward if "_backward" in name else _attention
+        return (lambda _, *inputs, **__: 2 * _attention(*inputs)) if "_backward" in name else _attention
+    if re.match(r"aten\.(mkldnn_rnn_layer|_cudnn_rnn|miopen_rnn)(_backward)?$", name):
+        return (lambda *inputs, **_: 2 * _recurrent(*inputs)) if "_backward" in name else _recurrent
     return _FORMULAS.get(name) or flop_counter.flop_registry.get(packet)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-def _attention_backward(_: Tensor, *inputs: Any, **__: Any) -> int:
-    return 2 * _attention(*inputs)
 
 
 def _convolution(input: Tensor, weight: Tensor, *settings: Any, out_val: Tensor) -> int:  # noqa: A002
@@ -251,31 +245,17 @@ def _convolution_backward(gradient: Tensor, input: Tensor, weight: Tensor, *sett
     return count * _convolution(input, weight, *settings, out_val=gradient)
 
 
-def _times_vector(matrix: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
-
-
 def _recurrent(input: Tensor, weight: Any, *others: Any, **_: Any) -> int:  # noqa: A002
     weights = weight if isinstance(weight, (list, tuple)) else (weight, others[0])
     count: int = sum(matrix.numel() for matrix in weights if matrix.ndim == 2)
     return 2 * input.shape[:-1].numel() * count
 
 
-def _recurrent_backward(*inputs: Any, **_: Any) -> int:
-    return 2 * _recurrent(*inputs)
-
-
 _FORMULAS: dict[str, Callable[..., int]] = {
-    "aten.mv": _times_vector,
-    "aten.addmv": lambda _, *inputs, **__: _times_vector(*inputs),
+    "aten.mv": lambda matrix, *_, **__: 2 * matrix.numel(),
+    "aten.addmv": lambda _, matrix, *__, **___: 2 * matrix.numel(),
     "aten.convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
-    "aten.mkldnn_rnn_layer": _recurrent,
-    "aten.mkldnn_rnn_layer_backward": _recurrent_backward,
-    "aten._cudnn_rnn": _recurrent,
-    "aten._cudnn_rnn_backward": _recurrent_backward,
-    "aten.miopen_rnn": _recurrent,
-    "aten.miopen_rnn_backward": _recurrent_backward,
 }
 """Of operations for which ``torch.utils.flop_counter`` has none, or another one."""
 

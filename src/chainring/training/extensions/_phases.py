@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chainring.reporting.reporter import report
 from chainring.training._entry import Entry, Observer
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
@@ -35,6 +36,17 @@ def accelerator_of(trainer: Trainer) -> torch.device | None:
     """Return the accelerator on which the models are; ``None`` if they are on the host."""
     parameters = (p for model in trainer.updater.get_all_models().values() for p in model.parameters())
     return next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
+
+
+def seconds_between(began: Any, ended: Any) -> float:
+    """Return the seconds between two results of `time_on`, of which events must have passed."""
+    return float(ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000)
+
+
+def report_as(extension: Extension, trainer: Trainer, values: Mapping[str, Any]) -> None:
+    """Report values under the name of an extension."""
+    name = trainer.extension_name or extension.default_name
+    report({f"{name}/{key}": float(value) for key, value in values.items()})
 
 
 class PhaseWatch(Extension, Observer):

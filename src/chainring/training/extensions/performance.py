@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,41 +20,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chainring._checks import is_number, plain
+from chainring._checks import is_integer, is_number, plain
 from chainring._files import atomic_write, replace_file
 from chainring._messages import info
-from chainring.reporting.reporter import report
 from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training._entry import Observer
 from chainring.training._run_directory import read_record
 from chainring.training.extension import PRIORITY_WRITER, Extension
-from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of
+from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of, report_as, seconds_between
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.triggers.base import never
+from chainring.training.updaters._balance import time_on
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, undo_if_computed_again
 
 if TYPE_CHECKING:
     from chainring.training.extensions._flops import UpdateFlops
 
 
-class _Measurement(Extension):
-    priority = PRIORITY_WRITER
-    skip_on_resume = True
-
-    def __init__(self, trigger: TriggerLike) -> None:
-        self.trigger = get_trigger(trigger)
-        self._accelerator: torch.device | None = None  # that of the models
-
-    def initialize(self, trainer: Trainer) -> None:
-        self._accelerator = accelerator_of(trainer)
-
-    def _report(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
-        name = trainer.extension_name or self.default_name
-        report({f"{name}/{key}": float(value) for key, value in values.items()})
-
-
-class Throughput(_Measurement):
+class Throughput(Extension):
     """Reports the speed of training since the last report, and the peak memory, for a `LogReport`.
 
     Keys begin with the name of the extension, for example ``throughput/examples_per_second``:
@@ -68,13 +52,13 @@ class Throughput(_Measurement):
       the updates a second. They are counted in the first update after a start, over all ranks, and follow the number of
       examples where batches differ. What gradient checkpointing computes again does not count.
     - ``mfu``, if the peak of the device is known: model FLOPs utilization, the part that they are of its peak.
-    - ``goodput``: the part of the time since the run was first started that went into updates which were kept. What a kill
-      or a rollback has undone is not in it, nor is the time in between, nor that of evaluations and snapshots.
+    - ``goodput``: the part of the time since the run was first started that went into updates which were kept, and not into
+      those that a kill or a rollback has undone, the time in between, evaluations or snapshots.
     - ``peak_memory_mib``: the peak since the process started, of the memory allocated on the accelerator of the models, or
-      of the memory of this process if they are on the CPU, for which Windows needs ``chainring[system]``.
+      of this process if they are on the CPU, for which Windows needs ``chainring[system]``.
 
-    Times are those of the whole loop since a start or resume, including evaluations and snapshots. The accelerator is
-    synchronized only when the trigger fires. Over ranks, examples and tokens are summed, and memory is the maximum.
+    Times are those of the whole loop, including evaluations and snapshots. The accelerator is synchronized only when the
+    trigger fires. Over ranks, examples and tokens are summed, and memory is the maximum.
 
     Example::
 
@@ -82,9 +66,9 @@ class Throughput(_Measurement):
 
     Args:
         trigger: when to report. ``extend(..., trigger=t)`` means the same and takes precedence.
-        flops: True to count operations; by default they are if ``peak_flops`` is given. The update in which they are
-            counted takes longer, and computes the same bits.
-        peak_flops: the operations a second that one device can do at best, as its data sheet says of dense matrices in the
+        flops: True to count operations, by which the update takes longer, with the same bits; by default they are counted
+            if ``peak_flops`` is given.
+        peak_flops: the operations a second that one device can do, as its data sheet says of dense matrices in the
             precision of the model. By default it is known of some GPUs, by the precision of each operation.
 
     Raises:
@@ -92,13 +76,14 @@ class Throughput(_Measurement):
         ValueError: ``peak_flops`` is not a number above 0, or is given with ``flops=False``.
     """
 
+    priority = PRIORITY_WRITER
+    skip_on_resume = True
     default_name = "throughput"
     reported_keys: Sequence[str] = ()
 
     def __init__(
         self, trigger: TriggerLike = (1, "epoch"), *, flops: bool | None = None, peak_flops: float | None = None
     ) -> None:
-        super().__init__(trigger)
         if flops is not None and not isinstance(flops, bool):
             raise TypeError(f"flops is True to count the operations of an update, or False; got {flops!r}")
         if peak_flops is not None and (flops is False or not is_number(peak_flops) or not 0 < peak_flops < math.inf):
@@ -106,6 +91,8 @@ class Throughput(_Measurement):
                 "peak_flops is the operations a second that one device can do, a number above 0, of which flops=True takes "
                 f"the part; got peak_flops={peak_flops!r}, flops={flops!r}"
             )
+        self.trigger = get_trigger(trigger)
+        self._accelerator: torch.device | None = None  # that of the models
         self._callbacks: UpdateCallbacks | None = None
         self._kept, self._batches = _KeptTime(), _Batches()
         self._flops: UpdateFlops | None = None
@@ -122,7 +109,7 @@ class Throughput(_Measurement):
         self._batches.of_update, self._batches.are_counted = 0, True
 
     def initialize(self, trainer: Trainer) -> None:
-        super().initialize(trainer)
+        self._accelerator = accelerator_of(trainer)
         _peak_memory(self._accelerator)  # says now what is missing
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
@@ -181,7 +168,7 @@ class Throughput(_Measurement):
                 values["mfu"] = least_seconds * updates / seconds / trainer.comm.world.size
         values["goodput"] = gathered[0][3]
         values["peak_memory_mib"] = max(row[2] for row in gathered)
-        self._report(trainer, values)
+        report_as(self, trainer, values)
         self._reset()
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -230,22 +217,15 @@ class _KeptTime(Observer):
             self._began = time.monotonic() - max(trainer.elapsed_time, _seconds_since_first_start(trainer))
 
     def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
-        if self._device is None:
-            start = time.monotonic()
-            update()
-            self._seconds += time.monotonic() - start
-            return
-        began, ended = (torch.Event(device=self._device, enable_timing=True) for _ in range(2))
-        began.record()
+        began = time_on(self._device)
         update()
-        ended.record()
-        self._spans.append((began, ended))
+        self._spans.append((began, time_on(self._device)))
         self._read()
 
     def _read(self) -> None:
-        while self._spans and self._spans[0][1].query():
+        while self._spans and (self._device is None or self._spans[0][1].query()):
             began, ended = self._spans.popleft()
-            self._seconds += began.elapsed_time(ended) / 1000
+            self._seconds += seconds_between(began, ended)
 
     def part(self) -> float:
         """Return what part of the time since the first start they are."""
@@ -288,7 +268,7 @@ def _import_psutil(extension: str) -> Any:
     return psutil
 
 
-class SystemMetrics(_Measurement):
+class SystemMetrics(Extension):
     """Reports the use of CPU, memory and the accelerator (GPU), for a `LogReport`.
 
     Keys begin with the name of the extension, for example ``system/cpu_percent``:
@@ -299,10 +279,9 @@ class SystemMetrics(_Measurement):
     - ``accelerator_percent``: the utilization of the models' accelerator over the last second or less, if its driver tells.
     - ``accelerator_memory_mib``: the memory that this process has allocated there now.
 
-    It measures when its trigger fires and has no thread; if its trigger is more frequent than the log's, a row contains
-    the mean of several measurements. A report takes less than a millisecond, and neither waits for the accelerator nor
-    communicates: each rank reports its own values, and a log contains their means, as for all values. Worker processes
-    are included in the values of the machine only; in a container, the machine is the host.
+    It measures when its trigger fires; if that is more often than the log's, a row contains the mean of several
+    measurements. A report takes less than a millisecond, and waits for nobody: each rank reports its own values, and a log
+    contains their means. Worker processes are in the values of the machine only; in a container, the machine is the host.
 
     Example::
 
@@ -315,14 +294,16 @@ class SystemMetrics(_Measurement):
         ImportError: psutil is not installed.
     """
 
+    priority = PRIORITY_WRITER
+    skip_on_resume = True
     default_name = "system"
 
     def __init__(self, trigger: TriggerLike = (1, "epoch")) -> None:
-        super().__init__(trigger)
+        self.trigger = get_trigger(trigger)
         self._psutil = _import_psutil("SystemMetrics")
 
     def initialize(self, trainer: Trainer) -> None:
-        super().initialize(trainer)
+        self._accelerator = accelerator_of(trainer)
         self._process = self._psutil.Process()
         self._tells_utilization = True
         self._machine = self._machine_times()
@@ -350,7 +331,7 @@ class SystemMetrics(_Measurement):
                     values["accelerator_percent"] = module.utilization(device)
                 except Exception:  # no nvidia-ml-py; or an error of the driver, as for a part of a GPU: each has its class
                     self._tells_utilization = False
-        self._report(trainer, values)
+        report_as(self, trainer, values)
 
     def _machine_times(self) -> tuple[float, float]:
         """Return the seconds of all processors: those that they were busy, and all."""
@@ -369,11 +350,10 @@ class Profiler(PhaseWatch):
     """Measures how long each phase of an iteration takes, and writes ``profile.txt`` and ``profile.json`` when the run ends.
 
     The phases are ``data`` (fetching and converting a batch; ``first batch`` that of the first update, for which workers
-    start), ``forward``, ``backward``, ``communication`` between ranks,
-    ``update`` (the optimizer's step), each extension (``extension:LogReport``), and ``loop`` (everything else between two
-    updates, such as triggers). In another updater than a `StandardUpdater`, all time that cannot be assigned to another
-    phase counts as ``update``. An accelerator works asynchronously, so a phase is the time until its work was submitted;
-    the trace shows the rest. The profiler never synchronizes, and costs less than a microsecond per phase.
+    start), ``forward``, ``backward``, ``communication`` between ranks, ``update`` (the optimizer's step), each extension
+    (``extension:LogReport``), and ``loop`` (everything else, such as triggers). In another updater than a `StandardUpdater`
+    what cannot be assigned to another phase counts as ``update``. The profiler never synchronizes: on an accelerator, a
+    phase is the time until its work was submitted. It costs less than a microsecond per phase.
 
     Example::
 
@@ -392,11 +372,11 @@ class Profiler(PhaseWatch):
 
     def __init__(self, *, trace: tuple[int, int] | None = None) -> None:
         rule = "trace is the first and the last iteration to record, counted from 1, such as (10, 12)"
-        is_pair = isinstance(trace, (tuple, list)) and len(trace) == 2 and all(type(limit) is int for limit in trace)
-        if trace is not None and not is_pair:
-            raise TypeError(f"{rule}; got {trace!r}")
-        if trace is not None and not 1 <= trace[0] <= trace[1]:
-            raise ValueError(f"{rule}; got {trace!r}")
+        if trace is not None:
+            if not isinstance(trace, (tuple, list)) or len(trace) != 2 or not all(map(is_integer, trace)):
+                raise TypeError(f"{rule}; got {trace!r}")
+            if not 1 <= trace[0] <= trace[1]:
+                raise ValueError(f"{rule}; got {trace!r}")
         super().__init__()
         self.trigger = never
         self.writes = (_TABLE, _DATA) if trace is None else (_TABLE, _DATA, _TRACE)
@@ -459,8 +439,8 @@ class Timer(Extension):
     """Ends the run before the time of its job is over, so that the next job continues it with the same command.
 
     It ends as by a signal: the iteration is completed, all snapshots are taken, and `Interrupted` is raised, with the code
-    142 of SIGALRM. Several ranks end after the same iteration. The time is that of a job, and no state of the run: for a
-    length of training over all jobs, give the stop trigger ``(3600, "second")``.
+    142 of SIGALRM; several ranks end after the same iteration. For a length of training over all jobs, give the stop
+    trigger ``(3600, "second")``.
 
     Example::
 

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from chainring._distributed.sharding import is_sharded
 from chainring._files import replace_file
 from chainring._messages import info, warn
-from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER
-from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of
+from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of, report_as, seconds_between
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.updaters._balance import time_on
@@ -43,13 +42,10 @@ class RankTimes(PhaseWatch):
       ``other`` is what it takes in extensions more than the rank that takes least, since they wait for one another there.
 
     A rank that takes over 1.2 times the median is named in a line, with the stage that differs most, once until another
-    rank or stage is. On an accelerator the times are between events there, which are read when they have passed: nobody
-    waits for it. Ranks exchange gradients after the backward instead of within it, so that waiting is not taken for work;
-    nor is it where data, a step, an extension or a model of DDP waits in an exchange. It is where the script calls
-    ``torch.distributed`` itself, and in models of ``fully_shard`` and ``parallelize_module``, and compiled ones of DDP, of
-    which a warning says so.
-
-    ``rank_times.json`` has the seconds of the last report by rank and stage, which the page of the run draws.
+    rank or stage is. On an accelerator the times are between events there, for which nobody waits. Ranks exchange gradients
+    after the backward instead of within it, so that waiting is not taken for work; nor is it where data, a step, an
+    extension or a model of DDP waits in an exchange. It is where the script calls ``torch.distributed`` itself, and, with a
+    warning, in models of ``fully_shard`` and ``parallelize_module``, and compiled ones of DDP.
 
     Example::
 
@@ -154,7 +150,7 @@ class RankTimes(PhaseWatch):
         while len(self._notes) > 1 and (self._device is None or self._notes[1][1].query()):
             _, began = self._notes.popleft()
             ended_phase, ended = self._notes[0]
-            self.seconds[ended_phase] += ended - began if self._device is None else began.elapsed_time(ended) / 1000
+            self.seconds[ended_phase] += seconds_between(began, ended)
 
     def __call__(self, trainer: Trainer) -> None:
         if not self.iterations:
@@ -171,22 +167,22 @@ class RankTimes(PhaseWatch):
         if trainer.comm.is_main:
             data = {"iteration": trainer.updater.iteration, "hosts": [host for _, host, _ in gathered], "ranks": self.ranks}
             replace_file(Path(trainer.out) / DATA, json.dumps(data, indent=1) + "\n")
-        slowest, spread = _slowest(self.ranks)
-        work = self.ranks[slowest]
+        seconds = [sum(_work(stages).values()) for stages in self.ranks]
+        slowest, usual = int(np.argmax(seconds)), float(np.median(seconds))
+        work, spread = self.ranks[slowest], seconds[slowest] / usual if usual else 1.0
         total, waiting = sum(sum(stages.values()) for stages in self.ranks), sum(stages["waiting"] for stages in self.ranks)
-        name = trainer.extension_name or self.default_name
         values = {**work, "slowest": slowest, "spread": spread, "waiting": waiting / total if total else 0.0}
-        report({f"{name}/{key}": float(value) for key, value in values.items()})
+        report_as(self, trainer, values)
         if spread <= _SLOW or len(self.ranks) == 1:
             self._named = None
             return
         stage = max(_work(work), key=lambda stage: work[stage] - np.median([stages[stage] for stages in self.ranks]))
         if self._named != (slowest, stage) and trainer.comm.is_main:
             _, host, device = gathered[slowest]
-            usual = np.median([stages[stage] for stages in self.ranks if stages is not work])
+            others = np.median([stages[stage] for stages in self.ranks if stages is not work])
             info(
                 f"rank {slowest} ({device} of {host}) takes {spread:.1f} times the median of {len(self.ranks)} ranks, and "
-                f"others wait for it; most of it is {stage}, {1000 * work[stage]:.1f} ms an update, and {1000 * usual:.1f} "
+                f"others wait for it; most of it is {stage}, {1000 * work[stage]:.1f} ms an update, and {1000 * others:.1f} "
                 "ms on others"
             )
         self._named = slowest, stage
@@ -194,11 +190,3 @@ class RankTimes(PhaseWatch):
 
 def _work(stages: Mapping[str, float]) -> dict[str, float]:
     return {name: seconds for name, seconds in stages.items() if name != "waiting"}
-
-
-def _slowest(ranks: Sequence[Mapping[str, float]]) -> tuple[int, float]:
-    """Return the rank with the most work, and its time over the median."""
-    seconds = [sum(_work(stages).values()) for stages in ranks]
-    slowest = max(range(len(ranks)), key=seconds.__getitem__)
-    usual = float(np.median(seconds))
-    return slowest, seconds[slowest] / usual if usual else 1.0
