@@ -136,12 +136,10 @@ def table_of(log):
 
 
 def short_table_of(log):
-    """The same as 80 columns have it: shorter titles, numbers of at most four digits, a time with its unit."""
+    """The same as 80 columns have it: shorter titles, and numbers of at most four digits."""
     titles = ["epoch", "loss", "val/loss", "accuracy", "val/accuracy", "elapsed_time"]
     widths = [max(7, len(title)) for title in titles]
-    cells = [titles, *[[str(row["epoch"]), *[f"{row[key]:.4g}" for key in ENTRIES[1:5]]] for row in log]]
-    for row, line in zip(log, cells[1:], strict=True):
-        line.append(f"{row['elapsed_time']:.3g} s")
+    cells = [titles, *[[str(row["epoch"]), *[f"{row[key]:.4g}" for key in ENTRIES[1:]]] for row in log]]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,11 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from chainring._checks import is_integer, is_number
-from chainring._files import atomic_write
 from chainring.training._preview import list_unsaved
 from chainring.training._run import prepare
 from chainring.training.extensions.lr_scheduler import set_value
-from chainring.training.extensions.pictures import figure_class
+from chainring.training.extensions.pictures import figure_class, save_figure
 from chainring.training.trainer import Trainer, preserved
 
 _LEAST = 10  # updates of which something can be said
@@ -61,10 +59,7 @@ class LearningRates:
         if self.suggestion is not None:
             axes.axvline(self.suggestion, linestyle="--", label=f"{self.suggestion:.2g}")
             axes.legend()
-        image = io.BytesIO()
-        figure.savefig(image, format=Path(filename).suffix[1:] or "png")
-        with atomic_write(Path(filename)) as file:
-            file.write(image.getvalue())
+        save_figure(figure, Path(filename))
 
 
 def find_learning_rate(
@@ -81,8 +76,7 @@ def find_learning_rate(
 
     The updates are those of the run: its data, batch size, precision and ranks; extensions are not called. They end early
     when the loss is not finite, or grows without end. Then everything is put back: the run that follows has the same bits as
-    one without the search. Of several parameter groups the largest rate is the one that is tried, and the others keep
-    their proportion to it.
+    one without the search. Of several parameter groups the largest rate is tried, and the others keep their proportion.
 
     Example::
 
@@ -102,7 +96,7 @@ def find_learning_rate(
     Raises:
         RuntimeError: the run has started, or the data run out, or the loss is not finite, before 10 updates.
         ValueError: the rates or their number are out of range; the key is not reported; or updates change what is not
-            saved, so that it cannot be put back: the error names it, as `Trainer.rehearse` does.
+            saved, which cannot be put back.
         TypeError: the optimizer has no learning rate that is a number.
         KeyError: there is no optimizer of that name.
     """

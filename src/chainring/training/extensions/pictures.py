@@ -75,12 +75,11 @@ class PlotReport(Extension):
         if not keys:
             raise ValueError("y_keys is at least one key; got []")
         rule = 'filename is a name in out whose suffix is the format of the image, such as "plot.png"'
-        path = Path(filename) if isinstance(filename, str) else None
-        if path is None or path.name != filename or not path.stem or filename.startswith("."):
+        path = Path(filename) if isinstance(filename, str) else Path()
+        if path.name != filename or filename.startswith("."):
             raise ValueError(f"{rule}; got {filename!r}")
         formats = figure_class("PlotReport")().canvas.get_supported_filetypes()
-        self._format = path.suffix[1:].lower()
-        if self._format not in formats:
+        if path.suffix[1:].lower() not in formats:
             raise ValueError(f"{rule}; got {filename!r}, and the formats are {', '.join(sorted(formats))}")
         self.writes = (filename,)
         self._x_key = x_key
@@ -130,10 +129,7 @@ class PlotReport(Extension):
         if self._postprocess is not None:
             self._postprocess(figure, axes, means)
         legend = axes.legend(bbox_to_anchor=(1.05, 1), loc="upper left", borderaxespad=0)
-        image = io.BytesIO()
-        figure.savefig(image, format=self._format, bbox_extra_artists=(legend,), bbox_inches="tight")
-        with atomic_write(Path(trainer.out) / self.writes[0]) as file:
-            file.write(image.getvalue())
+        save_figure(figure, Path(trainer.out) / self.writes[0], bbox_extra_artists=(legend,), bbox_inches="tight")
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saved = serializer("points", self._points)
@@ -153,6 +149,14 @@ def figure_class(name: str) -> Any:
     return Figure
 
 
+def save_figure(figure: Any, path: Path, **settings: Any) -> None:
+    """Write an image, which replaces an earlier one at once; its suffix is the format."""
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:].lower() or "png", **settings)
+    with atomic_write(path) as file:
+        file.write(image.getvalue())
+
+
 _MAX_TRIES = 10
 _DOT_TIMEOUT = 30.0  # seconds in which the training waits for Graphviz
 _STYLES = {
@@ -170,11 +174,9 @@ class DumpGraph(Extension):
 
     The file is in DOT, the language of Graphviz; if its program ``dot`` is installed, an SVG is written too, and for
     programs a JSON. Boxes are parameters, with their shapes and the names under which they are saved, such as
-    ``main/predictor/l1/weight``; ellipses are operations. A resumed run does not write it again. With ``accumulate`` it is
-    the graph of the last micro-batch; for a compiled model it is the graph that remains after compilation.
-
-    If the value is missing or has no graph, there is one warning, and up to 10 attempts are made, one at each call. Do
-    not change the trigger: with a less frequent one, the graphs of the iterations in between are held until it fires.
+    ``main/predictor/l1/weight``; ellipses are operations. With ``accumulate`` it is the graph of the last micro-batch; for
+    a compiled model the one that remains after compilation. If the value is missing or has no graph, there is one warning,
+    and up to 10 attempts are made, one at each call: with a less frequent trigger graphs are held until it fires.
 
     Example::
 

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -23,16 +23,15 @@ from chainring.writers.base import COUNTERS
 _SECONDS = 0.2  # at least between two updates of a notebook, each of which goes over the network
 _ROWS = 100  # the newest, which each update sends
 _WIDE, _NARROW = 10, 7  # characters of the narrowest column, and of that of a narrow terminal
-_ABBREVIATIONS = {"accuracy": "acc", "iteration": "iter", "elapsed_time": "time", "perplexity": "ppl"}
 
 
 class PrintReport(Extension):
     """Prints each new row of a `LogReport` as a row of a table; after a resume, the earlier rows are printed first.
 
     If a terminal is too narrow for the table, titles are shortened, such as ``validation/main/accuracy`` to
-    ``val/accuracy``, and numbers are rounded. If that is not enough, a row takes several lines, broken between columns.
-    In a file the names are never shortened. A notebook shows one growing HTML table of the newest rows. If the stream cannot
-    be written to, such as a closed pipe, there is a warning, and it prints no more in this run.
+    ``val/accuracy``, and numbers are rounded; if that is not enough, a row takes several lines. A notebook shows one
+    growing HTML table of the newest rows. If the stream cannot be written to, such as a closed pipe, there is a warning,
+    and it prints no more in this run.
 
     Example::
 
@@ -131,16 +130,14 @@ class PrintReport(Extension):
     def _layout(self, keys: list[str]) -> list[list[tuple[str, int]]]:
         """Return columns side by side up to the width of the terminal; further lines begin under the second column."""
         max_width = terminal_width(self._stream()) or sys.maxsize
-        titles = {key: key for key in keys}
-        for shorten in _SHORTER:  # titles that would become the same stay as they were
-            self._is_narrow = shorten is not str
-            shorter = {key: shorten(title) for key, title in titles.items()}
-            counts = Counter([*shorter.values(), *titles.values()])
-            titles = {key: new if counts[new] == 1 else titles[key] for key, new in shorter.items()}
-            self._titles = titles
-            columns = [(key, max(_NARROW if self._is_narrow else _WIDE, len(title))) for key, title in titles.items()]
-            if _width_of(columns) <= max_width:
-                return [columns]
+        self._titles = {key: key for key in keys}
+        columns = [(key, max(_WIDE, len(key))) for key in keys]
+        self._is_narrow = _width_of(columns) > max_width
+        if self._is_narrow:
+            shorter = {key: _without_main(key) for key in keys}
+            counts = Counter([*shorter.values(), *keys])
+            self._titles = {key: new if counts[new] == 1 else key for key, new in shorter.items()}  # no two alike
+            columns = [(key, max(_NARROW, len(title))) for key, title in self._titles.items()]
         lines: list[list[tuple[str, int]]] = [[]]
         for column in columns:
             if lines[-1] and _width_of([*lines[-1], column]) > max_width:
@@ -152,20 +149,14 @@ class PrintReport(Extension):
         if (out := self._stream()) is None:  # the standard output of a process that has none
             return
         for line in self._lines or ():
-            text = "  ".join(self._format(key, row.get(key, ""), width).ljust(width) for key, width in line)
+            text = "  ".join(self._format(row.get(key, ""), width).ljust(width) for key, width in line)
             tqdm.write(showable(text.rstrip(), out), file=out)  # steps aside for a progress bar, if there is one
         getattr(out, "flush", lambda: None)()
 
-    def _format(self, key: str, value: Any, width: int) -> str:
-        """Return a cell; in a narrow terminal as wide as the column, and a time as ``12.3 s``, ``12:34`` or ``1:23:45``."""
+    def _format(self, value: Any, width: int) -> str:
+        """Return a cell; in a narrow terminal whole numbers in full, others as wide as the column."""
         if not self._is_narrow or isinstance(value, bool) or not isinstance(value, (int, float)):
             return _format_cell(value)
-        if key == "elapsed_time":
-            if value < 100:
-                return f"{value:.3g} s"
-            minutes, seconds = divmod(round(value), 60)
-            hours, minutes = divmod(minutes, 60)
-            return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
         if isinstance(value, int):
             return str(value)
         return next((text for digits in (4, 3, 2) if len(text := f"{value:.{digits}g}") <= width), f"{value:.1g}")
@@ -227,14 +218,6 @@ def _width_of(columns: Sequence[tuple[str, int]]) -> int:
 def _without_main(title: str) -> str:
     parts = [part for part in title.split("/") if part != "main"]
     return "/".join(re.sub(r"^validation(?=_\d+$|$)", "val", part) for part in parts) or title
-
-
-_SHORTER: Sequence[Callable[[str], str]] = (
-    str,  # as they are
-    _without_main,
-    lambda title: "/".join(_ABBREVIATIONS.get(part, part) for part in title.split("/")),
-    lambda title: title.rpartition("/")[2] or title,
-)
 
 
 def _format_cell(value: Any) -> str:

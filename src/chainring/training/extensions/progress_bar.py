@@ -60,9 +60,9 @@ def is_notebook(out: Any) -> bool:
 class ProgressBar(Extension):
     """Shows the progress of training: a tqdm bar in a terminal or notebook, plain lines anywhere else.
 
-    In a notebook the bar is an ipywidgets widget (``pip install 'chainring[notebook]'``), or text if ipywidgets is not
-    installed. A terminal that cannot overwrite a line (``TERM=dumb``) gets plain lines. No colours are used. If the stream
-    cannot be written to, such as a closed pipe, there is a warning, and it shows no more in this run.
+    In a notebook the bar is an ipywidgets widget (``pip install 'chainring[notebook]'``), or text without ipywidgets. A
+    terminal that cannot overwrite a line (``TERM=dumb``) gets plain lines. If the stream cannot be written to, such as a
+    closed pipe, there is a warning, and it shows no more in this run.
 
     Example::
 
@@ -119,21 +119,21 @@ class ProgressBar(Extension):
         self._total, self._unit = (None, "iteration") if length is None or length[1] == "second" else length
         out = sys.stdout if self._out is None else self._out
         make = _bar_class(out)
-        bar = f"{{bar:{self._bar_length}}}" if make in (_Bar, None) else "{bar}"
+        bar = f"{{bar:{self._bar_length}}}" if make in (_Bar, _Lines) else "{bar}"
         with_total = "{percentage:3.0f}%|" + bar + "| {desc} [{elapsed}<{remaining}, {rate_fmt}]"
         settings: dict[str, Any] = {
+            "desc": self._text(),
             "total": self._total,
             "initial": self._shown_progress(),
             "miniters": 0,  # refreshing is timed here and not by tqdm
             "unit": self._unit,
             "bar_format": "{desc} [{elapsed}, {rate_fmt}]" if self._total is None else with_total,
         }
+        if make in (_Bar, _Lines):
+            settings |= {"file": out, "leave": False}
 
         def begin() -> None:
-            if make is None:
-                self._bar = _Lines(out, self._text(), **settings)
-            else:
-                self._bar = make(desc=self._text(), **({"file": out, "leave": False} if make is _Bar else {}), **settings)
+            self._bar = make(**settings)
 
         try_to_show(type(self).__name__, begin)
         self._schedule(trainer.updater.iteration)
@@ -198,19 +198,13 @@ def _try_to_draw(name: str, bar: Any, text: str, progress: float, is_last: bool 
 @contextmanager
 def bar_of_batches(iterator: Any, name: str, out: Any) -> Generator[Iterable[Any]]:
     """Give the batches of an iterator; if ``out`` is a terminal or a notebook, it has a bar while they are worked on."""
-    make, is_shown = _bar_class(out), True
-    bar: Any = None
-    start = getattr(iterator, "epoch_detail", None)
-    form = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]" if start is not None else "{desc} [{elapsed}]"
-    settings: dict[str, Any] = {"total": None if start is None else 1.0, "desc": name, "bar_format": form, "leave": False}
-
-    def begin() -> None:
-        nonlocal bar
-        bar = make(**settings, **({"file": out} if make is _Bar else {}))
-
-    if make is None or not try_to_show("progress_bar", begin):
+    make, start, is_shown = _bar_class(out), getattr(iterator, "epoch_detail", None), True
+    if make is _Lines:
         yield iterator
         return
+    form = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]" if start is not None else "{desc} [{elapsed}]"
+    settings: dict[str, Any] = {"total": None if start is None else 1.0, "desc": name, "bar_format": form, "leave": False}
+    bar = make(**settings, **({"file": out} if make is _Bar else {}))
 
     def batches() -> Iterator[Any]:
         nonlocal is_shown
@@ -277,14 +271,14 @@ class _Bar(_GuardedBar, tqdm):  # type: ignore[type-arg]
 
 
 def _bar_class(out: Any) -> Any:
-    """Return the class of a bar on a stream: a widget in a notebook with ipywidgets, ``None`` for plain lines."""
+    """Return the class of a bar on a stream: a widget in a notebook with ipywidgets, plain lines for a pipe or a file."""
     in_notebook = is_notebook(out)
     try:
         is_terminal = bool(getattr(out, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
     except ValueError:  # a closed file
         is_terminal = False
     if not in_notebook and not is_terminal:  # where a line cannot be drawn over
-        return None
+        return _Lines
     if not in_notebook or importlib.util.find_spec("ipywidgets") is None:
         return _Bar
     from tqdm.notebook import tqdm_notebook
@@ -305,11 +299,9 @@ def _bar_class(out: Any) -> Any:
 class _Lines:
     """The text of a bar as plain lines, for a pipe or a file: no colour, no carriage return."""
 
-    def __init__(self, out: Any, text: str, *, initial: float, miniters: int, **settings: Any) -> None:
-        self._out = out
-        self._text = text
+    def __init__(self, file: Any, desc: str, initial: float, miniters: int, leave: bool, **settings: Any) -> None:
+        self._out, self._text, self.n = file, desc, initial
         self._settings = {**settings, "initial": initial, "ascii": True}
-        self.n = initial
         self._began = self._printed = time.monotonic()
         self._shown: str | None = None
 
