@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from chainring._checks import is_number
+from chainring._checks import is_integer, is_number
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.extensions.lr_scheduler import (
@@ -32,9 +33,7 @@ class Shift(Extension):
 
     skip_on_resume = True
 
-    def __init__(
-        self, attr: str, init: float | None, optimizer: OptimizerLike, target: float | None = None, grows: bool = False
-    ) -> None:
+    def __init__(self, attr: str, init: float | None, optimizer: OptimizerLike, target: float | None = None) -> None:
         if not isinstance(attr, str):
             raise TypeError(f'attr is the name of a setting in param_groups, such as "lr"; got {attr!r}')
         if not (optimizer is None or isinstance(optimizer, str) or is_optimizer(optimizer)):
@@ -43,7 +42,6 @@ class Shift(Extension):
         self.init = None if init is None else _check_number("init", init)
         self.optimizer = optimizer
         self.target = None if target is None else _check_number("target", target)
-        self._grows = grows  # the factor, with the calls
         self._running_optimizer: Any = None  # the optimizer, from `initialize` on
         self._reset()
         if self.init is not None:
@@ -130,8 +128,10 @@ class Shift(Extension):
         return numbers[0]
 
     def _check_target(self, init: float) -> None:
-        rises = self._grows == (init > 0)
-        if self.target is not None and init and (init > self.target if rises else init < self.target):
+        if self.target is None or not init:
+            return
+        rises = (self.factor(sys.maxsize) > 1) == (init > 0)
+        if init > self.target if rises else init < self.target:
             raise ValueError(
                 f"target is where the shift ends, and {self.attr!r} goes {'up' if rises else 'down'} from {init} and "
                 f"never reaches {self.target}; give a target that it reaches"
@@ -179,7 +179,7 @@ class ExponentialShift(Shift):
         self, attr: str, rate: float, init: float | None = None, target: float | None = None, optimizer: OptimizerLike = None
     ) -> None:
         self.rate = _check_number("rate", rate, minimum=0)
-        super().__init__(attr, init, optimizer, target, self.rate > 1)
+        super().__init__(attr, init, optimizer, target)
 
     def factor(self, calls: int) -> float:
         return _power(self.rate, calls)
@@ -209,7 +209,7 @@ class InverseShift(Shift):
     ) -> None:
         self.gamma = _check_number("gamma", gamma, minimum=0)
         self.power = _check_number("power", power)
-        super().__init__(attr, init, optimizer, target, self.power < 0)
+        super().__init__(attr, init, optimizer, target)
 
     def factor(self, calls: int) -> float:
         return _power(1 + self.gamma * calls, -self.power)
@@ -337,7 +337,7 @@ class StepShift(Shift):
     ) -> None:
         self.gamma = _check_number("gamma", gamma, minimum=0)
         self.step = _check_count("step", step)
-        super().__init__(attr, init, optimizer, target, self.gamma > 1)
+        super().__init__(attr, init, optimizer, target)
 
     def factor(self, calls: int) -> float:
         return _power(self.gamma, calls // self.step)
@@ -387,23 +387,21 @@ def _power(base: float, exponent: float) -> float:
 
 
 def _check_number(name: str, value: Any, minimum: float = -math.inf) -> float:
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+    if not is_number(value):
         raise TypeError(f"{name} is a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is a finite number, got {value!r}")
-    if value < minimum:
-        raise ValueError(f"{name} is {minimum} or above, got {value!r}")
+    if not math.isfinite(value) or value < minimum:
+        raise ValueError(f"{name} is a finite number{f' of {minimum} or above' if minimum == 0 else ''}, got {value!r}")
     return float(value)
 
 
 def _check_pair(name: str, values: Any) -> tuple[float, float]:
-    if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != 2:
+    if not isinstance(values, (tuple, list)) or len(values) != 2:
         raise TypeError(f"{name} is a pair of numbers, got {values!r}")
     return _check_number(name, values[0]), _check_number(name, values[1])
 
 
 def _check_count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if not is_integer(value):
         raise TypeError(f"{name} counts calls, an integer; got {value!r}")
     if value < 1:
         raise ValueError(f"{name} counts calls, at least 1; got {value!r}")
