@@ -84,7 +84,7 @@ def test_a_writer_that_cannot_begin_is_warned_about_and_gets_no_rows(tmp_path):
     """Training continues."""
     (tmp_path / "file").touch()
     good = Told()
-    with pytest.warns(UserWarning, match="CsvWriter failed and gets no more rows: .*file") as caught:
+    with pytest.warns(UserWarning, match=r"CsvWriter failed in begin\(\) and gets no more rows: .*file") as caught:
         train(tmp_path / "out", CsvWriter(str(tmp_path / "file" / "log.csv")), good)
     assert len(caught) == 1
     assert good.told[1:] == [2, 4, 6, 8, "closed"]
@@ -105,7 +105,7 @@ def test_a_service_that_refuses_the_run_does_not_stop_it(tmp_path, offline, make
     (tmp_path / "file").touch()
     writer = make(tmp_path / "file")
     with pytest.warns(
-        UserWarning, match=f"{type(writer).__name__} failed and gets no more rows: .*Training continues"
+        UserWarning, match=f"{type(writer).__name__} failed in .* and gets no more rows: .*Training continues"
     ) as caught:
         log = train(tmp_path / "out", writer)
     assert sum("gets no more rows" in str(warning.message) for warning in caught) == 1

@@ -83,7 +83,7 @@ def test_writers_are_closed_once_when_the_run_ends(tmp_path):
 def test_a_writer_that_raises_is_warned_about_once_and_does_not_stop_training(tmp_path, filename):
     """It gets no more rows; the log and the other writers get all of theirs."""
     bad, good = Failing("write"), Kept()
-    with pytest.warns(UserWarning, match="Failing failed and gets no more rows: OSError: disk full") as caught:
+    with pytest.warns(UserWarning, match=r"Failing failed in write\(\) and gets no more rows: OSError: disk full") as caught:
         log = run(tmp_path, bad, good, filename=filename)
     assert len(caught) == 1
     assert (len(bad.records), len(good.records), len(log.log)) == (1, 2, 2)
@@ -100,7 +100,7 @@ def test_a_writer_that_failed_is_closed_like_the_others(tmp_path):
 def test_a_writer_that_fails_to_close_is_warned_about_and_the_others_are_closed(tmp_path):
     """The run ends as it would have."""
     good = Kept()
-    with pytest.warns(UserWarning, match="Failing failed to close: OSError: disk full"):
+    with pytest.warns(UserWarning, match=r"Failing failed in close\(\) and gets no more rows: OSError: disk full"):
         run(tmp_path, Failing("close"), good)
     assert good.closed == 1
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from chainring import _random
 from chainring._checks import find_call_error, is_integer, plain
@@ -45,15 +46,13 @@ class Evaluator(Extension):
 
     No gradients are computed, and the training flags of all submodules and the random generators are restored. Means are
     weighted by the number of examples, so they do not depend on the batch size. Metrics that are attributes of the model
-    are computed over this evaluation only, and restored afterwards; a metric object that the function reports, or returns
-    in its mapping, is computed at the end.
+    are computed over this evaluation only; a metric object that the function reports or returns is computed at the end.
 
-    If the target is a model of the updater, it is evaluated as it is trained: in the updater's precision and with the
-    updater's ``loss_func``. Any other target, such as an average of the parameters, is called as it is, unless
-    ``precision`` and ``loss_func`` are given. Where an optimizer trains other weights than those to use, as a schedule-free
-    one does, those of its ``eval()`` are evaluated, and those that it trains are put back bit for bit.
+    A model of the updater is evaluated as it is trained: in the updater's precision and with its ``loss_func``. Any other
+    target, such as an average of the parameters, is called as it is, unless ``precision`` and ``loss_func`` are given. Of a
+    schedule-free optimizer the weights of its ``eval()`` are evaluated, and those that it trains put back bit for bit.
 
-    Ranks share the examples. A subclass with a loop of its own over the iterator has all of them on every rank, as on one.
+    Ranks share the examples. A subclass with a loop of its own over the iterator has all of them on every rank.
 
     Example::
 
@@ -68,17 +67,16 @@ class Evaluator(Extension):
         device: the device of the batches; ``None`` leaves them where they are, ``"auto"`` works as for `StandardUpdater`.
         eval_hook: called with the evaluator before each evaluation.
         eval_func: called with a batch instead of the main target; like it, returns a loss, or a mapping with ``"loss"``.
-        precision: the precision of the forward pass, as for `StandardUpdater`; by default that of the updater if the
-            target is one of its models, otherwise ``"fp32"``, which uses the dtypes of the model.
-        loss_func: ``loss_func(model, *inputs)`` is called with the main target, as in the updater; by default that of the
-            updater if the target is one of its models, unless ``eval_func`` is given.
+        precision: the precision of the forward pass, as for `StandardUpdater`; by default that of the updater for one of
+            its models, otherwise ``"fp32"``, which uses the dtypes of the model.
+        loss_func: ``loss_func(model, *inputs)`` is called with the main target; by default that of the updater for one of
+            its models, unless ``eval_func`` is given.
         progress_bar: True to show a progress bar of the batches in a terminal or notebook during an evaluation.
         limit: the number of batches after which an evaluation ends, the first ones of the pass; ``None`` for all of them.
         virtual_ranks: the number of parts in which each batch is evaluated, the examples ``batch[v::virtual_ranks]`` in
-            part v, each with its own random numbers, so that the results are equal to the last bit on 1 to
-            ``virtual_ranks`` ranks. The default is that of the updater. Changes that a forward pass makes to buffers are
-            restored, and images, texts and histograms are those of part 0. A torchmetrics object is exact if its states are
-            counts; a metric object of your own without ``sync`` must count in integers, which are summed over the ranks.
+            part v, so that the results are equal to the last bit on 1 to ``virtual_ranks`` ranks; by default that of the
+            updater. Changes of buffers are undone; images, texts and histograms are those of part 0. A torchmetrics object
+            is exact if its states are counts; one of your own without ``sync`` must count in integers.
 
     Raises:
         ValueError: the iterator repeats, or can be used for one pass only; or there is no function to call, or two.
@@ -225,35 +223,29 @@ class Evaluator(Extension):
         precision_name, loss_func, virtual_ranks = self._find_settings()
         precision = Precision(precision_name, models)
 
-        count, has_weight = 0, False
+        have_weights: list[bool] = []  # of each forward
 
         def forward(batch: Any, shows: bool = True) -> tuple[dict[str, Any], Any]:
-            nonlocal has_weight
             observation: dict[str, Any] = {}
             reporter.media_watchers = (self._media.__setitem__,) if shows else ()
             with reporter.scope(observation), precision.autocast():
                 loss_weight, examples = self._evaluate_batch(batch, loss_func), count_examples(batch)
-            has_weight = has_weight or loss_weight is not None
+            have_weights.append(loss_weight is not None)
             return observation, require_count(examples) if loss_weight is None or examples == 0 else loss_weight
-
-        def counted(batches: Iterable[Any]) -> PythonIterator[Any]:
-            nonlocal count
-            for batch in islice(batches, self.limit):
-                count += 1
-                yield batch
 
         summary, is_shown = DictMeans(set()), self.progress_bar and self._comm.is_main
         shown = bar_of_batches(iterator, self.default_name, sys.stdout) if is_shown else nullcontext(iterator)
         modes = [(module, module.training) for model in models for module in model.modules()]
         try:
             weights = nullcontext() if self._updater is None else weights_to_use(self._updater)
-            with torch.no_grad(), _random.preserve_rng(), weights, fresh_metrics(models), shown as batches:
+            with torch.no_grad(), _random.preserve_rng(), weights, fresh_metrics(models), shown as all_batches:
                 for model in models:
                     model.eval()
+                batches = islice(all_batches, self.limit)
                 if virtual_ranks is None:
-                    self._add_forwards(summary, counted(batches), forward)
+                    self._add_forwards(summary, batches, forward)
                 else:
-                    self._add_virtual_forwards(summary, counted(batches), forward, virtual_ranks)
+                    self._add_virtual_forwards(summary, batches, forward, virtual_ranks)
                 summary = summary.over_ranks(self._comm)
                 if self._comm.survives:  # the rank that has seen the images may be lost before they are in a log
                     self._media = self._comm.broadcast_object(self._media)
@@ -262,9 +254,9 @@ class Evaluator(Extension):
             self._share(Communicator())
             for module, training in modes:
                 module.training = training
-        if has_weight:
+        if any(have_weights):
             means["main/weight"] = summary.total_weight("main/weight")  # of all batches and ranks, and not their mean
-        if not count and not means:  # on no rank
+        if not have_weights and not means:  # on no rank
             warn(
                 f"the evaluation {self.default_name!r} reports nothing, because its iterator gave no batch; check that "
                 "its data are not empty, and not fewer than a batch with drop_last"
@@ -277,15 +269,14 @@ class Evaluator(Extension):
         for batch in batches:
             if self._comm.size == 1 or count_examples(batch) != 0:
                 observation, weight = forward(batch)
-                summary.add(observation, weight)
             else:
                 with uncounted(self._targets.values(), but=("_modules", "_parameters")), restored(metrics.values()):
                     observation, weight = forward(batch, False)
-                for key in [key for key, value in observation.items() if is_metric(value) and key not in metrics]:
-                    observation[key].reset()
-                summary.add(observation, weight)
-            if self._comm.size > 1:
-                metrics |= {key: value for key, value in observation.items() if is_metric(value)}
+                for key, value in observation.items():
+                    if is_metric(value) and key not in metrics:
+                        value.reset()
+            summary.add(observation, weight)
+            metrics |= {key: value for key, value in observation.items() if is_metric(value)}
 
     def _add_virtual_forwards(self, summary: DictMeans, batches: Iterable[Any], forward: Any, count: int) -> None:
         """Evaluate batches on this rank's block of virtual ranks, and add what is reported, metrics with the counts of all.
@@ -487,17 +478,13 @@ class _Prediction(Evaluator):
 
 def _map(function: Callable[..., Any], *trees: Any) -> Any:
     """Return the structure of these trees, of what the function returns for their tensors at each position."""
-    first = trees[0]
-    if all(isinstance(tree, Tensor) for tree in trees):
-        return function(*trees)
-    if all(isinstance(tree, Mapping) and tree.keys() == trees[0].keys() for tree in trees):
-        return {key: _map(function, *(tree[key] for tree in trees)) for key in first}
-    if all(isinstance(tree, (tuple, list)) and len(tree) == len(first) for tree in trees):
-        values = [_map(function, *parts) for parts in zip(*trees, strict=True)]
-        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
-    kinds = ", ".join(sorted({type(tree).__name__ for tree in trees}))
-    rule = "predict joins tensors, or tuples, lists and mappings of them that are alike in every batch"
-    raise TypeError(f"{rule}; the model returned {kinds}")
+    all_leaves, structures = zip(*map(tree_flatten, trees), strict=True)
+    are_alike = all(structure == structures[0] for structure in structures)
+    if not are_alike or not all(isinstance(leaf, Tensor) for leaves in all_leaves for leaf in leaves):
+        kinds = ", ".join(sorted({type(tree).__name__ for tree in trees}))
+        rule = "predict joins tensors, or tuples, lists and dicts of them that are alike in every batch"
+        raise TypeError(f"{rule}; the model returned {kinds}")
+    return tree_unflatten([function(*tensors) for tensors in zip(*all_leaves, strict=True)], structures[0])
 
 
 def _rows(tensor: Tensor, count: Any) -> Tensor:

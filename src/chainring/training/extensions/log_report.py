@@ -54,13 +54,12 @@ class LogReport(Extension):
     """Averages every reported value over an interval, and writes a row when its trigger fires.
 
     In every iteration it reads the values that were reported before it runs. Means are weighted with the weights of the
-    updates; an iteration in which a key was not reported does not count for its mean. A value that is no single number, such
-    as a vector, has no mean, of which there is a warning. A row contains the means, then ``epoch``, ``iteration`` and
-    ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` contains
-    all rows as a JSON array. Values reported before training, such as those of an evaluation with
-    ``invoke_before_training=True``, are a row of iteration 0. In the files, NaN and infinities are the strings ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``. The last image, text and histogram of each key in an interval are stored with its
-    row, in ``<filename>.media.jsonl``.
+    updates; an iteration without a key does not count for its mean. What is no single number, such as a vector, has no
+    mean, of which there is a warning. A row contains the means, then ``epoch``, ``iteration`` and ``elapsed_time``. It is
+    appended to ``<filename>.jsonl`` at once; ``<filename>`` contains all rows as a JSON array, where NaN and infinities are
+    the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``. Values reported before training, such as those of an
+    evaluation with ``invoke_before_training=True``, are a row of iteration 0. The last image, text and histogram of each
+    key in an interval are stored with its row, in ``<filename>.media.jsonl``.
 
     Example::
 
@@ -144,7 +143,8 @@ class LogReport(Extension):
             rows = self.log
             media = self._media.of_rows() if rows else {}
             records = tuple(_record(row, media.get(index)) for index, row in enumerate(rows))
-            self._call_writers("begin", Run(out, dict(trainer.config), trainer.updater.iteration, records))
+            for writer in self._open:
+                self._call(writer, "begin", Run(out, dict(trainer.config), trainer.updater.iteration, records))
 
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
@@ -178,8 +178,8 @@ class LogReport(Extension):
             row, loss = self._tell(trainer.comm, row)
         media = self._media.write(self._rows.count, counters) if self._media.waiting else {}
         self._rows.append(row)
-        if self._working:
-            self._call_writers("write", _record({**row, **counters}, media))
+        for writer in self._working:
+            self._call(writer, "write", _record({**row, **counters}, media))
         if loss is not None:
             self._has_told = True
             raise loss
@@ -203,27 +203,22 @@ class LogReport(Extension):
             return row, loss
         return row, None
 
-    def _call_writers(self, method: str, argument: Run | Record) -> None:
-        """Call a method of each working writer. Random numbers that its service draws do not change the run."""
-        for writer in list(self._working):
-            try:
-                with _random.preserve_host_rng():
-                    if call := getattr(writer, method, None):
-                        call(argument)
-            except Exception as error:
-                self._working.remove(writer)
-                failure = f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}"
-                warn(f"{failure}. Training continues, and so do the log and the other writers")
+    def _call(self, writer: RecordWriter, method: str, *arguments: Run | Record) -> None:
+        """Call a method of a writer, the last one if it fails; random numbers that it draws do not change the run."""
+        try:
+            with _random.preserve_host_rng():
+                if call := getattr(writer, method, None):
+                    call(*arguments)
+        except Exception as error:
+            self._working = [other for other in self._working if other is not writer]
+            failure = f"{type(writer).__name__} failed in {method}() and gets no more rows: {type(error).__name__}: {error}"
+            warn(f"{failure}. Training continues, and so do the log and the other writers")
 
     def finalize(self) -> None:
         self._media.close()
         self._rows.update_array()
         for writer in self._open:
-            try:
-                with _random.preserve_host_rng():
-                    writer.close()
-            except Exception as error:
-                warn(f"{type(writer).__name__} failed to close: {type(error).__name__}: {error}")
+            self._call(writer, "close")
         self._open = []
 
     def serialize(self, serializer: AbstractSerializer) -> None:
