@@ -24,14 +24,12 @@ _ROWS_ONLY = dict.fromkeys(
 class CometWriter(ServiceWriter):
     """Sends each row to Comet: every number as a metric, with the iteration as the step.
 
-    Comet cannot delete a metric, so each start of the run is a separate experiment with all rows so far: the newest one
-    contains each row once, also after a kill. Its key is in ``out/comet_run.json``. The config becomes the parameters.
-    Images and texts are sent as such, histograms as JSON files.
+    Comet cannot delete a metric, so each start of the run is a separate experiment with all rows so far. Its key is in
+    ``out/comet_run.json``. The config becomes the parameters. Images and texts are sent as such, histograms as JSON files.
 
     ``CometWriter(online=False)`` needs neither a key nor a network: the experiment is an archive in ``out/comet``, which
-    ``comet upload`` sends later. It is complete when the run ends; the archives of earlier starts, whose rows it
-    contains, are then removed. An experiment that the script has started is ended. Comet's automatic logging of metrics,
-    parameters, output and graphs is off, unless the settings turn it on.
+    ``comet upload`` sends later; archives of earlier starts are removed when the run ends. An experiment that the script
+    has started is ended. Comet's automatic logging is off, unless the settings turn it on.
 
     Example::
 

@@ -19,9 +19,8 @@ class CsvWriter(Writer):
 
     The first line names the columns: ``epoch``, ``iteration``, ``elapsed_time``, then the keys in the order of their
     first report. When a new key appears, the file is replaced by one with another column; rows without the key have an
-    empty cell. A key or a text that a spreadsheet would take for a formula, such as ``=1+1``, begins with an apostrophe. NaN
-    and infinities are ``NaN``, ``Infinity`` and ``-Infinity``, as in the log. After a kill and a resume,
-    the file contains each row exactly once.
+    empty cell. A key or text that begins like a formula, such as ``=1+1``, begins with an apostrophe. NaN and infinities
+    are ``NaN``, ``Infinity`` and ``-Infinity``. After a kill and a resume, the file contains each row exactly once.
 
     Example::
 

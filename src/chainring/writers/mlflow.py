@@ -34,16 +34,13 @@ _FIRST, _LAST = "epoch", "elapsed_time"  # of the numbers of a row, those that a
 class MlflowWriter(ServiceWriter):
     """Sends each row to MLflow: every number as a metric, with the iteration as the step.
 
-    The run's id is kept in ``out/mlflow_run.json``, so a resumed run continues under the same id, and each row is logged
-    once: rows that were lost in a kill are sent again. MLflow cannot delete rows. If it has rows of updates before which
-    the run resumes, a new run with all rows so far replaces the earlier one, with the same name, tags and parameters; the
-    earlier one is marked as deleted, so that ``MlflowClient.restore_run`` restores it, with its other artifacts.
+    A resumed run continues under the same id, which is in ``out/mlflow_run.json``, and each row is logged once. MLflow
+    cannot delete rows: if it has some of updates that are computed again, a new run with all rows so far, and the same
+    name, tags and parameters, replaces the earlier one, which ``MlflowClient.restore_run`` restores.
 
-    The config becomes the parameters; MLflow does not allow changes to them, so those of the first start stay. Its
-    databases store infinity as the largest double. Images, texts and histograms are artifacts: PNG, text and JSON files
-    in ``media/<iteration>``. A key that MLflow refuses, such as ``top@5``, is sent under a name that it takes, ``top_5-``
-    and a checksum, of which there is a warning. A run that the script has started with ``mlflow.start_run`` is a separate
-    run and is not used.
+    The config of the first start becomes the parameters. Images, texts and histograms are artifacts: PNG, text and JSON
+    files in ``media/<iteration>``. A key that MLflow refuses, such as ``top@5``, is sent as ``top_5-`` and a checksum, with
+    a warning. A run that the script has started with ``mlflow.start_run`` is not used.
 
     Example::
 

@@ -95,9 +95,7 @@ def _steps(path: Path) -> Iterator[int]:
     from tensorboard.compat.proto.event_pb2 import Event
 
     with suppress(OSError, DecodeError), open(open_regular(path), "rb") as file:
-        while (
-            len(head := file.read(12)) == 12
-        ):  # the length of an event and its checksum, of which one follows the event too
+        while len(head := file.read(12)) == 12:  # the length of an event and its checksum; another one follows the event
             size = int.from_bytes(head[:8], "little")
             if len(data := file.read(size + 4)) < size + 4:
                 return

@@ -17,14 +17,10 @@ _REMOTE = ("space_id", "server_url")  # arguments of init, and variables of the 
 class TrackioWriter(ServiceWriter):
     """Sends each row to Trackio, with the iteration as the step. Its database is local, so no network is needed.
 
-    The run's project, name and id are kept in ``out/trackio_run.json``, so a resumed run continues as the same run, and
-    each row is logged once: rows that were lost in a kill are sent again. Trackio cannot delete rows: if its database has
-    rows of updates before which the run resumes, the run is started again there under the same name with all rows so far,
-    without Trackio's own system metrics. The config is the trainer's. A run that the script has started with
-    ``trackio.init`` is ended.
-
-    With ``space_id`` or ``server_url`` the rows go to a Space or a server of your own, which cannot delete rows: each
-    start is a separate run there, with all rows so far.
+    A resumed run continues as the same run, whose id is in ``out/trackio_run.json``, and each row is logged once. Trackio
+    cannot delete rows: where it has some of updates that are computed again, and with ``space_id`` or ``server_url`` at
+    each start, the run begins again there with all rows so far. The config is the trainer's. A run that the script has
+    started with ``trackio.init`` is ended.
 
     Example::
 

@@ -19,19 +19,10 @@ from chainring.writers.base import Record, Run, ServiceWriter, counters_of, impo
 class WandbWriter(ServiceWriter):
     """Sends each row to Weights & Biases (W&B), with ``iteration`` as the x-axis of its curves.
 
-    The run's id is kept in ``out/wandb_run.json``, so a resumed run continues under the same id; the run's config is the
-    trainer's. A run that the script has started with ``wandb.init`` is used as it is, and is left open.
-
-    W&B writes its own files into ``out/wandb``. ``WandbWriter(mode="offline")`` or ``WANDB_MODE=offline`` needs no
-    network and does not prompt: ``wandb sync`` sends the rows later, each once. Each start has a folder there, with all
-    rows so far, and those of earlier starts are moved to ``out/wandb/abandoned/<n>``, where ``wandb sync`` does not look.
-    W&B writes every 15 seconds; rows that are lost in a kill are written when the run is resumed. A run that was partly
-    sent gets another id when it is resumed, because W&B cannot delete rows.
-
-    Online, each row arrives at least once: a resumed run sends the earlier rows that W&B lacks. A row that is computed
-    again is sent again, with a warning. W&B's own step is the iteration; because it can only increase, a row that is sent
-    again gets the next step, but ``iteration`` is correct in every row. Without a login, W&B prompts or fails as
-    ``wandb.init`` does.
+    A resumed run continues under the same id, which is in ``out/wandb_run.json``, and sends the rows that W&B lacks. Rows
+    that are computed again after a kill are there once offline, ``WandbWriter(mode="offline")`` and ``wandb sync``; online
+    they are sent again, with a warning, because W&B cannot delete rows. ``iteration`` is correct in every row. The run's
+    config is the trainer's. A run that the script has started with ``wandb.init`` is used as it is, and is left open.
 
     Example::
 

@@ -25,11 +25,9 @@ class ExponentialMovingAverage(Extension):
     """Averages the parameters of a model over updates: ``decay * average + (1 - decay) * parameter`` after each update.
 
     If ``decay`` is a number, the first update of the average copies the parameters; a function decides about that update
-    too. Parameters that are not floating-point numbers, and buffers such as the running statistics of BatchNorm, are
-    copied from the model after each update. It runs before evaluations of the same iteration.
-
-    Averages of parameters in bfloat16 or float16 are kept in float32, of which ``model`` has the rounded values: in 16 bits
-    a change of a thousandth would be lost.
+    too. Parameters that are not floating-point numbers, and buffers such as the running statistics of BatchNorm, are copied
+    after each update. It runs before evaluations of the same iteration. Averages of parameters in bfloat16 or float16 are
+    kept in float32, of which ``model`` has the rounded values: in 16 bits a change of a thousandth would be lost.
 
     Example::
 

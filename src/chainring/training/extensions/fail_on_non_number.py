@@ -34,14 +34,13 @@ from chainring.training.updaters.standard import StandardUpdater
 class FailOnNonNumber(Extension):
     """Checks the loss and the gradients of every update for NaN and infinities, before the optimizer steps.
 
-    With ``"stop"`` and ``"rollback"`` the check is read one iteration later, so that the loop does not wait for it: it runs
-    at most one iteration ahead of an accelerator. A snapshot waits for the check of its own iteration, so it never contains
-    such an update. If the check fails, the run returns to its newest snapshot and repeats the iterations up to that update.
-    There ``"stop"`` ends the run, and ``"rollback"`` skips that step and continues. If there is no snapshot, both end the
-    run one iteration after the update.
+    With ``"stop"`` and ``"rollback"`` the check is read one iteration later, so that the loop does not wait for it. A
+    snapshot waits for the check of its own iteration, so it never contains such an update. If the check fails, the run
+    returns to its newest snapshot and repeats the iterations up to that update, where ``"stop"`` ends it, and
+    ``"rollback"`` skips the step and continues. Without a snapshot both end the run one iteration after the update.
     ``"skip"`` waits for the check in every iteration, and skips each step whose loss or gradients are not finite.
 
-    When a step of a `StandardUpdater` is skipped or ends the run, everything that is needed to repeat it is saved as
+    What is needed to repeat the step of a `StandardUpdater` that is skipped or ends the run is saved as
     ``non_number_iter_<n>``: see `replay`.
 
     Example::

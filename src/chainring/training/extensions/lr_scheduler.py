@@ -53,18 +53,14 @@ class LRScheduler(Extension):
     """Steps a learning rate scheduler of ``torch.optim.lr_scheduler``, by default after every epoch.
 
     The scheduler may be created before or after the updater, and before or after a snapshot is loaded: a resumed run
-    continues with the saved learning rates, momenta and counts. A setting of the scheduler that the script has changed
-    since the saved run is kept, and printed. If the script has changed the learning rate of the optimizer, the saved rate
-    is scaled by the ratio of the two.
+    continues with the saved rates, momenta and counts. A setting of the scheduler that the script has changed since is
+    kept, and printed; if it has changed the learning rate of the optimizer, the saved rate is scaled by the ratio.
 
     It steps when its trigger fires, and triggers count updates: also one whose step the loss scaler of ``"fp16"`` has
-    skipped, or that had weight 0.
-
-    ``ReduceLROnPlateau`` steps by a reported value: its weighted mean since the last step. If it was not reported, there
-    is no step, and one warning; there is one too if its mode is ``"min"`` and the key an accuracy.
-
-    A scheduler that is told how far training is, as those of timm are, gets the number of completed epochs; after every
-    update the number of updates, if its ``t_in_epochs`` is False.
+    skipped, or that had weight 0. ``ReduceLROnPlateau`` steps by the weighted mean of a reported value since the last step.
+    If it was not reported, there is no step, and one warning; there is one too if its mode is ``"min"`` and the key an
+    accuracy. A scheduler that is told how far training is, as those of timm are, gets the number of completed epochs; after
+    every update the number of updates, if its ``t_in_epochs`` is False.
 
     Example::
 
