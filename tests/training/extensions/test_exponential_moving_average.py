@@ -126,6 +126,8 @@ def test_a_wrapper_shows_in_no_name(tmp_path):
     assert sorted(key for key in keys if key.startswith("extensions/")) == [
         "extensions/ExponentialMovingAverage/model/predictor/bias",
         "extensions/ExponentialMovingAverage/model/predictor/weight",
+        "extensions/ExponentialMovingAverage/start_type",
+        "extensions/ExponentialMovingAverage/started",
         "extensions/ExponentialMovingAverage/updates",
     ]
 

@@ -171,18 +171,13 @@ class ExponentialMovingAverage(Extension):
         self._updates += 1
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        updates, has_started = serializer("updates", self._updates), self._has_started
-        try:
-            if self._start is not None:
-                has_started = serializer("started", has_started)
-                serialize_inner_trigger(serializer, "start", self._start)
-        except KeyError:  # of an average that was saved without a start
-            if isinstance(serializer, Serializer):
-                raise
+        updates, has_started = serializer("updates", self._updates), serializer("started", self._has_started)
+        serialize_inner_trigger(serializer, "start", self._start)
         for name, model in zip(("model", "float32"), self._copies, strict=False):
             serializer.visit(name, model)
         if not isinstance(serializer, Serializer):
-            self._updates, self._has_started, self._is_updated = int(updates), has_started, False
+            self._updates, self._is_updated = int(updates), False
+            self._has_started = has_started or self._start is None
 
     def _prepare(self) -> None:
         """Let the average lie where the model lies, sharded alike, which a script may decide after it was copied."""

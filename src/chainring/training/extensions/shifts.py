@@ -156,7 +156,7 @@ class Shift(Extension):
 class ExponentialShift(Shift):
     """Sets an attribute to ``init * rate ** calls``.
 
-    Before the first update it is ``init``. With ``trigger=(1, "epoch")`` it is multiplied by ``rate`` after every epoch.
+    Before the first update it is ``init``.
 
     Example::
 

@@ -53,7 +53,10 @@ _VALUES = "values"  # by key, the means by which the best are kept
 
 _WITH_NAN = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-_RULE = 'filename is a name in out, such as "snapshot_iter_{.updater.iteration}" or "best", or a function of the trainer'
+_RULE = (
+    'filename is a function of the trainer, or a name in out without a slash or a dot at its beginning, such as "best", '
+    '"snapshot_iter_{.updater.iteration}" or, with several fields, "{0.updater.epoch}_{0.updater.iteration}"'
+)
 
 
 class Snapshot(Extension):
@@ -460,13 +463,11 @@ class Series:
                 parsed = list(Formatter().parse(filename))
             except ValueError as error:
                 raise ValueError(f"{_RULE}; got {filename!r}: {error}") from None
-            if not filename or filename.startswith(".") or any("/" in literal for literal, *_ in parsed):
-                raise ValueError(f"{_RULE}; without a slash or a dot at its beginning; got {filename!r}")
             fields = [field for _, field, _, _ in parsed if field is not None]
             heads = [re.split(r"[.\[]", field)[0] for field in fields]
-            if not set(heads) <= {"", "0"} or (len(heads) > 1 and "" in heads):
-                example = "{0.updater.epoch}_{0.updater.iteration}"
-                raise ValueError(f"{_RULE}; several fields of it are written {example}; got {filename!r}")
+            is_name = filename and not filename.startswith(".") and not any("/" in literal for literal, *_ in parsed)
+            if not is_name or not set(heads) <= {"", "0"} or (len(heads) > 1 and "" in heads):
+                raise ValueError(f"{_RULE}; got {filename!r}")
         self.filename = filename
         self.label: str | None = None if callable(filename) else filename
         self.is_fixed = not fields and not callable(filename)
