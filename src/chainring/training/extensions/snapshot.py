@@ -54,8 +54,8 @@ _VALUES = "values"  # by key, the means by which the best are kept
 _WITH_NAN = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 _RULE = (
-    'filename is a function of the trainer, or a name in out without a slash or a dot at its beginning, such as "best", '
-    '"snapshot_iter_{.updater.iteration}" or, with several fields, "{0.updater.epoch}_{0.updater.iteration}"'
+    'filename is a name in out, without a slash or a dot at its beginning, such as "snapshot_iter_{.updater.iteration}", '
+    '"best" or, with several fields, "{0.updater.epoch}_{0.updater.iteration}", or a function of the trainer'
 )
 
 
