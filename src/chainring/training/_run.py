@@ -563,7 +563,6 @@ class Interruption:
                 text = f"{signal.Signals(signum).name}: the run ends after this iteration{again}\n"
                 with suppress(OSError):
                     os.write(2, (_CLEAR_LINE * os.isatty(2) + text).encode())
-        self.needs_answer = self.needs_answer or not self.is_shared
         handler = self._handlers.get(signum)
         if callable(handler) and handler is not signal.default_int_handler:
             handler(signum, frame)

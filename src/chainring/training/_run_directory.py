@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from string import Formatter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from chainring import _random
+import torch
+from torch.nn.parameter import is_lazy
+
+from chainring import _environment, _random
 from chainring._files import (
     DirectoryLock,
     below_home,
@@ -31,14 +37,16 @@ from chainring._files import (
     set_aside,
     set_rows_aside,
     temporary_path,
+    to_json,
 )
 from chainring._messages import info, list_names, warn
+from chainring._naming import name_cleaner
 from chainring._progress import Trainer
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import announce_change
 from chainring.training._ledger import MAGIC, Ledger, cut_back
-from chainring.training._settings import as_json, leaves, to_record
 from chainring.training._texts import checksum
+from chainring.training.triggers.base import describe
 
 RECORD = "run.json"
 CONTROL = "control.jsonl"
@@ -52,7 +60,10 @@ _DIGITS = frozenset("0123456789")
 _COUNTS = {"iteration": _DIGITS, "epoch": _DIGITS, "epoch_detail": _DIGITS | frozenset(".e+-")}
 _LARGEST_RECORD = 16 << 20  # bytes
 _MAX_FIELDS = 1000  # of all names in a record
+_DEEPEST = 20  # containers in one another, of settings
 _LOOK = 1.0  # seconds between two looks at the file of commands
+
+_runs = itertools.count(1)  # of this process
 
 
 def resolve_out(out: str) -> tuple[str, str | None]:
@@ -319,7 +330,7 @@ def write_record(
     The record names all that the run writes by ``files``, which are templates; ``changes`` are those of the loaded state.
     ``notes`` say why the run has begun again by itself.
     """
-    settings = to_record(trainer)
+    settings = _settings_of(trainer)
     inexact = "the run continues, and may differ in the last bits"
     kinds = {  # by the first name of a path: how it is called, and what a change means
         "config": ("config ", "the new value holds"),
@@ -359,3 +370,80 @@ def write_record(
     commands = {"commands": earlier["commands"]} if earlier.get("commands") else {}
     record = {"format": _FORMAT, **settings, **begun, **commands}
     replace_file(Path(trainer.out) / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def leaves(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested containers by their paths; a list of plain values is one value."""
+    if isinstance(value, dict) and value and depth < _DEEPEST:
+        for key, item in value.items():
+            yield from leaves(f"{path}.{key}", item, depth + 1)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value) and depth < _DEEPEST:
+        for index, item in enumerate(value):
+            yield from leaves(f"{path}[{index}]", item, depth + 1)
+    elif value != {}:
+        yield path, value
+
+
+def _settings_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of a run as JSON values."""
+    from chainring.training._provenance import provenance, withhold  # which nothing needs before a run
+
+    updater, code = trainer.updater, provenance()
+    iterators, device = updater.get_all_iterators(), getattr(updater, "device", None)
+    seeds = {name: iterator.seed for name, iterator in iterators.items() if hasattr(iterator, "seed")}
+    models = {}
+    for name, model in updater.get_all_models().items():
+        clean = name_cleaner(model)
+        parameters = {clean(path).replace(".", "/"): parameter for path, parameter in model.named_parameters()}
+        lazy = "not known before the first update"
+        shapes = {path: lazy if is_lazy(p) else "x".join(map(str, p.shape)) or "scalar" for path, p in parameters.items()}
+        frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]
+        models[name] = {"class": type(model).__name__, "parameters": shapes, "frozen": frozen}
+    extensions = [
+        {
+            "name": entry.name,
+            "class": type(entry.extension).__name__,
+            "priority": entry.priority,
+            "trigger": describe(entry.trigger),
+            "before_training": entry.invoke_before_training,
+            "observes": entry.observe is not None,
+        }
+        for entry in sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # in the order in which they run
+    ]
+    machine = {
+        "device": _environment.device_name(device if isinstance(device, torch.device) else None),
+        "threads": torch.get_num_threads(),
+        "ranks": trainer.comm.world.size,
+    }
+    mixtures = {name: each.sources.names for name, each in iterators.items() if hasattr(each, "change_weights")}
+    return {
+        **({"mixtures": mixtures} if mixtures else {}),
+        **withhold(json.dumps({"config": as_json(trainer.config), "argv": sys.argv})),
+        "git_commit": code["source"]["commit"],
+        "versions": _environment.versions(),
+        **machine,
+        "seeds": as_json({"torch": torch.initial_seed(), "iterators": seeds}),
+        "optimizers": as_json(getattr(updater, "constructed", {})),
+        "models": models,
+        "plan": {"stop_trigger": describe(trainer.stop_trigger), "extensions": extensions},
+        "reproduction": {
+            **code,
+            "python": _environment.versions()["python"],
+            **machine,
+            "virtual_ranks": as_json(getattr(updater, "virtual_ranks", None)),
+            "run": next(_runs),
+        },
+    }
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON has it, or as a text that is the same in every process if JSON has no such type."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((as_json(item) for item in value), key=repr)
+    if hasattr(value, "__qualname__"):  # the text of a class or a function has its address, which is new each time
+        return ".".join(filter(None, (value.__module__, value.__qualname__)))
+    return json.loads(json.dumps(to_json(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))
