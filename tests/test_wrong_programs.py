@@ -122,6 +122,15 @@ WRONG = {
         "cross_entropy takes no model",
         "loss_func=lambda model, x, t:",
     ),
+    "a scheduler for an optimizer": Wrong(
+        "optimizer = torch.optim.Adam(model.parameters())",
+        "optimizer = torch.optim.lr_scheduler.StepLR(torch.optim.Adam(model.parameters()), 10)",
+        "got StepLR",
+        "extend(extensions.LRScheduler(scheduler))",
+    ),
+    "a model that is frozen": Wrong(
+        "train_iter = ", "model.requires_grad_(False)\ntrain_iter = ", "depends on no parameter", "requires_grad=False"
+    ),
     "a batch of no example": Wrong("SerialIterator(train, 100)", "SerialIterator(train, 0)", "got 0", "at least 1"),
     "no batch size": Wrong(
         "SerialIterator(train, 100)",
@@ -134,6 +143,24 @@ WRONG = {
     ),
     "no data": Wrong(
         "SerialIterator(train, 100)", "SerialIterator([], 100)", "this list has length 0", "check what fills it"
+    ),
+    "examples of several sizes": Wrong(
+        "iterators.SerialIterator(train, 100)",
+        "torch.utils.data.DataLoader([(x[: 60 + t % 2], t) for x, t in train], 100)",
+        "stack expects each tensor to be equal size",
+        "the collate_fn of the loader fills them up",
+    ),
+    "examples of several sizes in an iterator": Wrong(
+        "SerialIterator(train, 100)",
+        "SerialIterator([(x[: 60 + t % 2], t) for x, t in train], 100)",
+        "is of shape (61,)",
+        "pass padding= to fill up",
+    ),
+    "a loader that drops all": Wrong(
+        "iterators.SerialIterator(train, 100)",
+        "torch.utils.data.DataLoader(train[:50], 100, drop_last=True)",
+        "this DataLoader has none",
+        "fewer than a batch with drop_last=True",
     ),
     "a callback for callbacks": Wrong(
         UPDATER,
@@ -160,6 +187,23 @@ WRONG = {
         *model("loss = F.cross_entropy(y, t)\n        loss.backward()\n        return loss"),
         "backward through the graph a second time",
         "look for it in Net.forward, {train}:16",
+    ),
+    "a report of a tensor": Wrong(
+        *model("loss = F.cross_entropy(y, t)\n        report(loss, self)\n        return loss"),
+        "got Tensor",
+        'such as {"loss": loss}',
+    ),
+    "numbers of 64 bits": Wrong(
+        "datasets.get_digits()",
+        "([(x.astype('float64'), t) for x, t in part] for part in datasets.get_digits())",
+        "Double and Float",
+        "x.astype(numpy.float32)",
+    ),
+    "labels in a column": Wrong(
+        "datasets.get_digits()",
+        "([(x, torch.tensor([t])) for x, t in part] for part in datasets.get_digits())",
+        "multi-target not supported",
+        "label.squeeze(1)",
     ),
     "labels that are floats": Wrong(
         "datasets.get_digits()",
@@ -213,6 +257,25 @@ WRONG = {
         "Trainer(updater, trigger)",
     ),
     "a trigger that is a string": Wrong('trigger=(1, "epoch")', 'trigger="epoch"', "got 'epoch'", 'write (1, "epoch")'),
+    "True for a period": Wrong(
+        'snapshot(), trigger=(1, "epoch")',
+        'snapshot(), trigger=(True, "epoch")',
+        "got True of type bool",
+        "such as 1 or 0.5",
+    ),
+    "a plateau of nothing": Wrong(
+        *extending(
+            "best = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\ntrainer.extend(extensions.LRScheduler(best))"
+        ),
+        "steps by a value",
+        'monitor="validation/main/loss"',
+    ),
+    "a misspelled setting": Wrong(
+        "snapshot()", "snapshot(n_retain=3)", "no argument 'n_retain'", "did you mean 'n_retains'?"
+    ),
+    "a number of the best without a key": Wrong(
+        "snapshot()", "snapshot(keep_best=3)", "got 3", 'such as ("validation/main/loss", 3)'
+    ),
     "a schedule of another name": Wrong(
         *extending('trainer.extend(extensions.LinearShift("learning_rate", (0.1, 0.01), (0, 100)))'),
         "no 'learning_rate'",
@@ -303,6 +366,24 @@ WARNED = {
         "'mian/loss' was not reported",
         "check the key",
     ),
+    "the best by a misspelled key": Wrong(
+        "snapshot()",
+        'snapshot("best", keep_best=("validation/main/los", 3), mode="min")',
+        "'validation/main/los' was not reported",
+        "did you mean 'validation/main/loss'?",
+    ),
+    "a model in evaluation mode": Wrong(
+        "nn.ReLU(), nn.Linear(20, 10))\n",
+        "nn.Dropout(0.5), nn.Linear(20, 10)).eval()\n",
+        "trained in evaluation mode",
+        "call model.train() before",
+    ),
+    "a loader that is begun already": Wrong(
+        "iterators.SerialIterator(train, 100)",
+        "iter(torch.utils.data.DataLoader(train, 100))",
+        "ended after 15",
+        "A DataLoader itself, instead of iter(loader)",
+    ),
     "a batch of more examples than there are": Wrong(
         "SerialIterator(train, 100)", "SerialIterator(train[:160], 1000)", "a batch of 1000", "a smaller batch size"
     ),
@@ -391,3 +472,15 @@ def test_workers_of_a_script_without_a_guard_say_what_it_lacks(tmp_path, monkeyp
         assert "ended with exit code 1 before it began; what it has printed above says why" in done.stderr
     if run == RUN:
         assert json.loads((tmp_path / "result" / "run.json").read_text())["starts"][0]["iteration"] == 0
+
+
+def test_a_lambda_that_workers_are_sent_ends_in_what_to_write(tmp_path, monkeypatch):
+    """Below the words of pickle and, in newer versions, of PyTorch."""
+    lambdas = LOADERS["DataLoader"].format("spawn").replace("100,", "100, collate_fn=lambda rows: rows,", 1)
+    (tmp_path / "train.py").write_text(PROGRAM.replace("iterators.SerialIterator(train, 100)", lambdas, 1))
+    monkeypatch.chdir(tmp_path)
+    done = forked.run([tmp_path / "train.py"])
+    assert done.returncode == 1
+    *_, error = re.split(r"\n(?! )", done.stderr.rstrip(), maxsplit=1)
+    assert "Can't pickle" in error
+    assert error.endswith("define these at the top of a module, not as a lambda")

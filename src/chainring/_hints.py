@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -183,6 +184,13 @@ ERRORS = {  # of PyTorch, by what is found in their text
         "StandardUpdater(device=) moves model and batches, Evaluator(device=) its batches; make new tensors on x.device; "
         "after a model.to() of yours, make an optimizer that has its state at once, such as Adagrad"
     ),
+    r"stack expects each tensor to be equal size": (
+        "examples of several sizes make a batch where the collate_fn of the loader fills them up, as by "
+        "torch.nn.utils.rnn.pad_sequence"
+    ),
+    r"Can't (get|pickle) ": (
+        "workers are sent the dataset and the functions that it calls: define these at the top of a module, not as a lambda"
+    ),
     r"DataLoader worker .* exited unexpectedly": (
         "why a worker ended is printed above; one that was killed without a word had no memory left: take fewer workers"
     ),
@@ -199,7 +207,7 @@ def find_hint(error: BaseException) -> str | None:
 
     It may have ``{loss}`` in the place of the function that computes the loss.
     """
-    text = str(error) if isinstance(error, (RuntimeError, IndexError)) else ""
+    text = str(error) if isinstance(error, (RuntimeError, IndexError, AttributeError, pickle.PicklingError)) else ""
     return next((f"hint: {hint}" for pattern, hint in ERRORS.items() if re.search(pattern, text)), None)
 
 

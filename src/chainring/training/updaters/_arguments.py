@@ -70,7 +70,10 @@ def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, O
     names = parameter_names(models)
     for name, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer {name!r} must be a torch.optim.Optimizer, got {_describe(optimizer)}")
+            remedy = "make one, such as torch.optim.Adam(model.parameters())"
+            if hasattr(optimizer, "get_last_lr"):
+                remedy = "give its optimizer, and the trainer an extension: extend(extensions.LRScheduler(scheduler))"
+            raise TypeError(f"optimizer {name!r} must be a torch.optim.Optimizer, got {_describe(optimizer)}; {remedy}")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if hasattr(optimizer, "consolidate_state_dict"):
             raise ValueError(
