@@ -34,12 +34,14 @@ def test_of_nothing_is_refused():
     "dataset",
     [
         ConcatenatedDataset(arrays(0, 2), arrays(2, 2), arrays(2, 5)),
+        ConcatenatedDataset(np.zeros((1, 3, 2), bool), np.ones((1, 3, 2), bool), np.eye(6).reshape(6, 3, 2)[:3] > 0),
+        ConcatenatedDataset(arrays(0, 4)[::2], np.asfortranarray(arrays(4, 7))),
         ConcatenatedDataset(torch.arange(2), torch.arange(2, 5)),
         ConcatenatedDataset(*[TupleDataset(arrays(a, b), torch.arange(a, b)) for a, b in ((0, 3), (3, 5))]),
         ConcatenatedDataset(*[DictDataset(x=arrays(a, b), t=np.arange(a, b)) for a, b in ((0, 3), (3, 5))]),
         ConcatenatedDataset(ConcatenatedDataset(np.arange(1), np.arange(1, 2)), SubDataset(np.arange(9), 2, 5)),
     ],
-    ids=["arrays", "tensors", "tuples", "dicts", "nested"],
+    ids=["arrays", "arrays of several axes", "arrays with gaps", "tensors", "tuples", "dicts", "nested"],
 )
 class TestColumns:
     def test_a_gather_over_all_is_that_of_the_examples(self, dataset):

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from chainring._checks import is_integer, plain
 from chainring._random import Indices, epoch_order, stable_hash
-from chainring.datasets._columns import Gather, join_columns, make_equal_gathers, make_gather, make_tuple_gather
+from chainring.datasets._columns import Gather, is_array, make_gather, make_joint_gather, make_tuple_gather
 from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, size_of
 
 
@@ -43,6 +44,12 @@ class TupleDataset(DatasetMixin):
     def column_gather(self) -> Gather | None:
         """Return a function from indices to a tuple of columns, if every dataset holds whole arrays."""
         return make_tuple_gather(self.datasets) if indexes_like(self, TupleDataset) else None
+
+
+def arrays_of(dataset: Any) -> list[NDArray[Any]]:
+    """Return the arrays that a dataset consists of, if it consists of nothing else."""
+    arrays = dataset.datasets if isinstance(dataset, TupleDataset) and indexes_like(dataset, TupleDataset) else [dataset]
+    return list(arrays) if all(map(is_array, arrays)) else []
 
 
 class DictDataset(DatasetMixin):
@@ -112,15 +119,13 @@ class ConcatenatedDataset(DatasetMixin):
         """Return a function from indices to columns, if all datasets hold whole arrays of the same shapes and dtypes."""
         if not indexes_like(self, ConcatenatedDataset):
             return None
-        if (gathers := make_equal_gathers(self.datasets)) is None:
+        if (gather := make_joint_gather(self.datasets, list(map(arrays_of, self.datasets)))) is None:
             return None
         ends, starts = self._ends, np.concatenate([[0], self._ends[:-1]])
 
         def gather_columns(indices: Indices) -> Any:
             owners = ends.searchsorted(indices, "right")
-            order = np.argsort(owners, kind="stable")
-            chunks = [gathers[k](indices[owners == k] - starts[k]) for k in np.unique(owners).tolist() or [0]]
-            return join_columns(chunks, np.argsort(order))
+            return gather(gather.find(owners, indices - starts[owners]))
 
         return gather_columns
 

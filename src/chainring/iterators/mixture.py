@@ -17,9 +17,9 @@ import torch
 
 from chainring._random import Indices, preserve_host_rng, stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
-from chainring.datasets._columns import Gather, is_array, join_columns, make_equal_gathers
-from chainring.datasets.base import Dataset, indexes_like, require_datasets
-from chainring.datasets.combined import TupleDataset
+from chainring.datasets._columns import JointGather, make_joint_gather
+from chainring.datasets.base import Dataset, require_datasets
+from chainring.datasets.combined import arrays_of
 from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import counters_of, not_the_end
 from chainring.iterators.multiprocess import MultiprocessIterator
@@ -29,7 +29,7 @@ from chainring.serializers.protocol import AbstractSerializer, Serializer, annou
 Weights = Mapping[str, float]
 
 _LONGEST_PERIOD = 1 << 16  # examples after which the sequence of sources repeats, if it is kept whole
-_FIRST_BLOCK, _BLOCK = 1 << 8, 1 << 13  # examples that are computed at once
+_FIRST_BLOCK, _BLOCK = 1 << 8, 1 << 14  # examples that are computed at once
 
 
 class Shares:
@@ -87,38 +87,6 @@ class Shares:
             given[source] += 1
             release(source)
             yield source
-
-
-Parts = tuple[list[tuple[int, Indices, slice]], Indices]
-"""A batch by sources: the number of each, the indices in it and their places; and the place of each example of the batch."""
-
-
-class Plan:
-    """How batches of examples are gathered from their sources."""
-
-    def __init__(self, sources: Sources, numbers: Indices, step: int) -> None:
-        self._step = step
-        ends = np.append(np.arange(0, len(numbers), step), len(numbers))
-        owners, before = numbers % len(sources.inner), np.zeros(len(ends) - 1, np.int64)
-        self._order = np.empty(len(numbers), np.int64)
-        self._of_sources: list[tuple[int, Indices, list[int]]] = []  # with how many examples come before each batch
-        for source in range(len(sources.inner)):
-            if not len(rows := np.flatnonzero(owners == source)):
-                continue
-            cuts = rows.searchsorted(ends)
-            counts = cuts[1:] - cuts[:-1]
-            self._order[rows] = np.arange(len(rows)) + (before - cuts[:-1]).repeat(counts)
-            self._of_sources.append((source, sources.indices_of(source, numbers[rows]), cuts.tolist()))
-            before += counts
-
-    def parts(self, batch: int) -> Parts:
-        # Slices are made here and not before, since thousands of objects that stay would cost as many collections.
-        parts, place = [], 0
-        for source, indices, cuts in self._of_sources:
-            first, last = cuts[batch], cuts[batch + 1]
-            if first < last:
-                parts.append((source, indices[first:last], slice(place, place := place + last - first)))
-        return parts, self._order[batch * self._step : (batch + 1) * self._step]
 
 
 class Sources:
@@ -194,48 +162,20 @@ class Sources:
         rows = zip(ratios, given, self.ends(began), strict=True)
         return tuple(ratio if count < end else Fraction(0) for ratio, count, end in rows)
 
-    def locate(self, numbers: Indices) -> list[tuple[str, int]]:
-        """Return the source of each example, and its index there."""
-        located = [("", 0)] * len(numbers)
-        for source, name in enumerate(self.names):
-            rows = np.flatnonzero(numbers % len(self.inner) == source)
+    def find(self, numbers: Indices) -> tuple[Indices, Indices]:
+        """Return of each example its source, and its index there."""
+        owners, indices = numbers - numbers // len(self.inner) * len(self.inner), np.empty_like(numbers)  # % takes longer
+        for source in range(len(self.inner)):
+            rows = np.flatnonzero(owners == source)
             if len(rows):
-                for row, index in zip(rows.tolist(), self.indices_of(source, numbers[rows]).tolist(), strict=True):
-                    located[row] = name, index
-        return located
+                indices[rows] = self.indices_of(source, numbers[rows])
+        return owners, indices
 
-    def column_gather(self) -> Gather | None:
-        """Return a function from parts to columns, if all datasets hold whole arrays of the same shapes and dtypes."""
-        gathers = make_equal_gathers(self.inner)
-        if gathers is None or any(epochs.members for epochs in self._epochs):
+    def column_gather(self) -> JointGather | None:
+        """Return what gathers columns, if all datasets hold whole arrays of the same shapes and dtypes."""
+        if any(epochs.members for epochs in self._epochs):
             return None
-        arrays = list(map(_arrays_of, self.inner))
-        if not all(arrays):
-            return lambda parts: join_columns([gathers[source](indices) for source, indices, _ in parts[0]], parts[1])
-        takes = [[array.take for array in of_source] for of_source in arrays]
-        buffers = [np.empty_like(array, shape=(0, *array.shape[1:]), subok=False) for array in arrays[0]]
-        is_tuple = not is_array(self.inner[0])
-
-        def gather_arrays(parts: Parts) -> Any:
-            # hot path: "a mixture of arrays" in benchmarks/data.py. The rows of each source are taken to where they are
-            # put in order from, which is in the cache: nothing of the size of a batch is made but the batch.
-            of_sources, order = parts
-            columns = []
-            for number, buffer in enumerate(buffers):
-                if len(buffer) < len(order):
-                    buffer = buffers[number] = np.empty((len(order), *buffer.shape[1:]), buffer.dtype)
-                for source, indices, rows in of_sources:
-                    takes[source][number](indices, 0, buffer[rows], "clip")  # in other modes it goes through a copy
-                columns.append(buffer.take(order, 0))
-            return tuple(columns) if is_tuple else columns[0]
-
-        return gather_arrays
-
-
-def _arrays_of(dataset: Any) -> list[Any]:
-    """Return the arrays that a dataset consists of, if they are in order and nothing else."""
-    arrays = dataset.datasets if isinstance(dataset, TupleDataset) and indexes_like(dataset, TupleDataset) else [dataset]
-    return list(arrays) if all(map(is_array, arrays)) else []
+        return make_joint_gather(self.inner, list(map(arrays_of, self.inner)))
 
 
 def _number_of(weight: Any) -> Fraction | None:
@@ -263,8 +203,7 @@ class Block:
     anchor: Anchor
     numbers: Indices  # by which `Sources` knows them
     following: Anchor
-    plan: Plan | None = None  # of its batches or of shares of them, once one is gathered
-    dealt: tuple[Any, ...] = ()  # what decides on these shares
+    places: list[Indices] | None = None  # of the examples in what gathers them, once a batch is gathered
 
 
 Place = tuple[Anchor, int]
@@ -308,6 +247,7 @@ class MixtureIterator(MultiprocessIterator):
     """
 
     serves_virtual_ranks = True
+    _gather: JointGather | None
 
     def __init__(
         self,
@@ -394,37 +334,43 @@ class MixtureIterator(MultiprocessIterator):
         return self.epoch, self.current_position, len(self.sources)
 
     def __next__(self) -> Batch:
-        _ = self.seed
-        segments, at = self._next_segments(self._at)
-        if not segments:
-            raise StopIteration
-        share, is_empty = (segments, False) if self.size == 1 else self._share_of(segments)
+        (anchor, offset), stop, is_empty = self._at, self._at[1] + self.batch_size, False
+        # hot path: "the same, beside one array" of benchmarks/data.py. Nearly always a batch is inside a block.
+        block = self._blocks[0] if self._blocks else None
+        if block is not None and block.places and block.anchor is anchor and stop <= len(block.numbers):
+            numbers, places = block.numbers[offset:stop], [column[offset:stop] for column in block.places]
+            at: Place = (anchor, stop) if stop < len(block.numbers) else (block.following, 0)
+        else:
+            numbers, places, at = self._next_examples()
+        if self.size > 1:
+            rows = self.rows_of_share(len(numbers))
+            is_empty = not len(numbers[rows])
+            places = [column[slice(1) if is_empty else rows] for column in places]
         try:
             if self._gather is None:
-                batch = self._fetch_examples(share)
+                batch = self._fetch_examples([((self.seed, 0), places[0])])
             else:
-                rows = share[0][1]
-                parts = Plan(self.sources, rows, 1).parts(0) if is_empty else self._parts_of(segments[0][1], rows)
-                batch = Batch(columns=self._gather(parts), length=len(rows), layout=COLUMNS)
+                batch = Batch(columns=self._gather(places), length=len(places[0]), layout=COLUMNS)
         except StopIteration as error:
             raise not_the_end(f"a dataset of iterator {self.name!r}") from error
         if is_empty:
             batch.weight = 0
         self._go_to(at)
-        self._numbers = segments[0][1]
+        self._numbers = numbers
         return batch
 
-    def _parts_of(self, batch: Indices, share: Indices) -> Parts:
-        """Return how the share of the next batch is gathered."""
-        (anchor, offset), size, dealt = self._at, self.batch_size, (self.rank, self.size, self.deal)
-        for block in self._blocks if self.audits is None and self._function is None else ():
-            if block.anchor is anchor and not offset % size and len(batch) == size <= len(block.numbers) - offset:
-                if block.plan is None or block.dealt != dealt:
-                    batches = block.numbers[: len(block.numbers) // size * size].reshape(-1, size)
-                    shares = batches if self.size == 1 else batches[:, self.rows_of_share(size)]
-                    block.plan, block.dealt = Plan(self.sources, shares.reshape(-1), shares.shape[1]), dealt
-                return block.plan.parts(offset // size)
-        return Plan(self.sources, share, len(share)).parts(0)  # of a batch across the end of a block, say
+    def _next_examples(self) -> tuple[Indices, list[Indices], Place]:
+        """Return the next batch of all ranks, where its examples are for what gathers them, and the place after it."""
+        segments, at = self._next_segments(self._at)
+        if not segments:
+            raise StopIteration
+        ((_, numbers),), block, (anchor, stop) = segments, self._blocks[0], at
+        if self._gather is None:
+            return numbers, [numbers], at
+        if self._function is not None or block.anchor is not anchor or stop < len(numbers):  # it crosses the end of a block
+            return numbers, self._gather.find(*self.sources.find(numbers)), at
+        block.places = self._gather.find(*self.sources.find(block.numbers))
+        return numbers, [column[stop - len(numbers) : stop] for column in block.places], at
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
         return (MultiprocessIterator if self.n_processes else SerialIterator)._fetch_examples(self, segments)  # type: ignore
@@ -543,7 +489,8 @@ class MixtureIterator(MultiprocessIterator):
         return np.concatenate(numbers) if left == 0 else None
 
     def names_of(self, indices: Indices) -> list[Any]:
-        return [f"{name}[{index}]" for name, index in self.sources.locate(indices)]
+        found = zip(*[column.tolist() for column in self.sources.find(indices)], strict=True)
+        return [f"{self.sources.names[owner]}[{index}]" for owner, index in found]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_blocks": []}
