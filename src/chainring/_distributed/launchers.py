@@ -116,7 +116,8 @@ def create_communicator(
             error that names the late rank, its last iteration and its stack. The default is 30 minutes; process groups
             created by the script keep their own timeout.
         survive: True to go on without ranks that are lost: the others keep their processes, models and state, and do again
-            what was interrupted. It needs a launcher whose store outlives every rank, such as ``torchrun``.
+            what was interrupted. It needs a store that outlives every rank: that of ``torchrun``, on a machine that stays if
+            the variable ``PET_RDZV_ENDPOINT`` names it.
 
     Raises:
         RuntimeError: several processes were started, and an environment variable that they need is missing or wrong, or

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -59,8 +60,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 def exchanged_by_fsdp(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters whose gradients `fully_shard` exchanges between ranks in each backward."""
-    infos = [fsdp_param._module_info for fsdp_param in fsdp_parameters(model)]
-    return [getattr(info.module, info.param_name) for info in infos]
+    return list(map(_parameter_of, fsdp_parameters(model)))
 
 
 def find_misplaced(model: nn.Module, comm: Communicator) -> tuple[str, Any] | None:
@@ -256,14 +256,12 @@ def assign_writers(tensors: Mapping[str, Any], comm: Communicator, busy: int = 0
         raise ValueError(refusal)
     if len(set(names)) > 1:
         ranks = comm.gather_object(about)
-        for rank, other in enumerate(ranks):
-            if different := sorted(set(ranks[0]).symmetric_difference(other)):
-                name, dtype, shape = different[0]
-                raise ValueError(
-                    f"ranks 0 and {rank} have different sharded tensors, such as {name!r} of {dtype} and shape "
-                    f"{list(shape)}, which is not on both: give all ranks the same model and optimizer"
-                )
-        raise ValueError("the ranks have their sharded tensors in different orders; build the model alike on all ranks")
+        rank, other = next((rank, other) for rank, other in enumerate(ranks) if other != ranks[0])
+        one, another = next(pair for pair in zip_longest(ranks[0], other) if pair[0] != pair[1])
+        raise ValueError(
+            f"ranks 0 and {rank} have different sharded tensors, or another order of them: where one has {one}, the other "
+            f"has {another}; give all ranks the same model and optimizer"
+        )
     digest = _digest((names, layouts))
     if any(plan != digest for plan in plans):  # on all ranks alike: a plan costs the descriptions of all layouts
         mine = _assign(about, comm.gather_object((regions, first, busy)), comm.rank)
@@ -471,8 +469,11 @@ def _fsdp_parameters(state: Any) -> list[tuple[Any, Any]]:
             "a model that fully_shard has sharded over several meshes, or by dp_mesh_dims, cannot be copied by itself; copy "
             "it before it is sharded, and apply the same calls to the copy and to the model"
         )
-    kept = [fsdp_param for group in groups for fsdp_param in group.fsdp_params]
-    return [(getattr(fsdp_param._module_info.module, fsdp_param._module_info.param_name), fsdp_param) for fsdp_param in kept]
+    return [(_parameter_of(fsdp_param), fsdp_param) for group in groups for fsdp_param in group.fsdp_params]
+
+
+def _parameter_of(fsdp_param: Any) -> Any:
+    return getattr(fsdp_param._module_info.module, fsdp_param._module_info.param_name)
 
 
 def _spec_before_fsdp(fsdp_param: Any) -> Any:
@@ -497,14 +498,9 @@ def _counterpart_of(fsdp_param: Any, parameter: Any, counterpart: Mapping[nn.Mod
             "make the average after parallelize_module"
         )
     spec = _spec_before_fsdp(fsdp_param)
-    made = sys.modules["torch.distributed.tensor"].DTensor.from_local(
-        copied.new_empty(fsdp_param._orig_size),
-        spec.mesh,
-        spec.placements,
-        run_check=False,
-        shape=spec.shape,
-        stride=spec.stride,
-    )
+    placed, like = (spec.mesh, spec.placements), {"shape": spec.shape, "stride": spec.stride}
+    local, module = copied.new_empty(fsdp_param._orig_size), sys.modules["torch.distributed.tensor"]
+    made = module.DTensor.from_local(local, *placed, run_check=False, **like)
     made = nn.Parameter(made, parameter.requires_grad)
     modules = [info.module, *info.shared_modules]
     for module, name in zip(modules, [info.param_name, *info.shared_param_names], strict=True):

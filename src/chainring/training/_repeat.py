@@ -20,21 +20,20 @@ from chainring.training.updaters.callbacks import keeping, taken_back
 from chainring.training.updaters.standard import StandardUpdater
 
 
-class _Saved(DictionarySerializer):
+class _ButMarked:
+    """Leaves out iterators that return to a mark, which is less than their state."""
+
     def visit(self, key: str, obj: Any) -> None:
-        if not _has_mark(key, obj):
-            super().visit(key, obj)
+        if not (key.startswith("iterator:") and hasattr(obj, "mark")):
+            super().visit(key, obj)  # type: ignore[misc]
 
 
-class _Loaded(DictionaryDeserializer):
-    def visit(self, key: str, obj: Any) -> None:
-        if not _has_mark(key, obj):
-            super().visit(key, obj)
+class _Saved(_ButMarked, DictionarySerializer):
+    pass
 
 
-def _has_mark(key: str, obj: Any) -> bool:
-    """Return whether this is an iterator that returns to a mark, which is less than its state."""
-    return key.startswith("iterator:") and hasattr(obj, "mark")
+class _Loaded(_ButMarked, DictionaryDeserializer):
+    pass
 
 
 class RepeatableUpdate:
