@@ -59,6 +59,17 @@ def test_nothing_is_saved_where_the_condition_is_false(tmp_path):
     assert names(tmp_path) == ["snapshot_iter_1", "snapshot_iter_3"]
 
 
+def test_a_condition_that_is_a_false_object_is_asked_too(tmp_path):
+    """An empty list of reasons to save, which can be called."""
+
+    class Reasons(list):
+        def __call__(self):
+            return len(self) > 0
+
+    run(tmp_path, 3, (snapshot(condition=Reasons()), EVERY))
+    assert names(tmp_path) == []
+
+
 class Own:
     """Something of the user's that has state."""
 

@@ -262,7 +262,7 @@ class Snapshot(Extension):
         # The first extension of a series that is due asks all of them, and takes one snapshot for those that want it.
         due = {name: self} | {entry.name: entry.extension for entry in siblings if entry.is_due}
         series.asked, series.values = due.keys() - {name}, {}
-        choosy = [taker for taker, extension in due.items() if extension._condition or extension.keep_best]
+        choosy = [taker for taker, extension in due.items() if extension._condition is not None or extension.keep_best]
         takers = [taker for taker in due if taker not in choosy or due[taker]._is_wanted(trainer, taker)]
         if not takers:
             return
