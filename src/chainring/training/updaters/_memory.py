@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-import operator
 import os
 import re
 import sys
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from types import MemberDescriptorType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chainring._callables import defined_by, is_taken_apart, references
@@ -25,7 +23,7 @@ from chainring._distributed.digests import sums_of
 from chainring._distributed.sharding import to_local
 from chainring._messages import info, warn
 from chainring.datasets._batches import Batch
-from chainring.reporting._metrics import list_metrics, remember
+from chainring.reporting._metrics import list_metrics, parts_of, remember
 from chainring.training.updaters._carried import OWN_ATTRIBUTES
 from chainring.training.updaters.callbacks import taken_back
 
@@ -81,23 +79,20 @@ class Memory:
         Raises:
             Exception: memory has run out again, or in what cannot be repeated with the same bits.
         """
-        epochs, has_freed, error = (part.epoch, part.epoch_detail), False, None
-        on_host = self._least < _NEVER and _numbers_in(part.list_batches(), _NEVER) >= self._least
-        put_back_metrics = remember(self._metrics) if self._metrics else _do_nothing
-        outer = taken_back.get()
+        epochs, error, outer = (part.epoch, part.epoch_detail), None, taken_back.get()
+        put_back_metrics = remember(self._metrics)
+        needs_host = self._least < _NEVER and _numbers_in(part.list_batches(), _NEVER) >= self._least
+        tries = [True, True] if needs_host else [False, False, True]  # with saved tensors on the host, or not
         while True:
             undo: list[Callable[[], Any]] = []
-            token = taken_back.set(undo)
+            on_host, token = tries.pop(0), taken_back.set(undo)
             try:
                 with saved_on_host(self._parameters) if on_host else nullcontext():
                     part.whole.compute_once(part)
                 break
             except BaseException as failure:
-                if (
-                    failure is error
-                    or not is_out_of_memory(failure)
-                    or not self._may_retry(failure, part, has_freed, on_host)
-                ):
+                is_again = failure is not error and is_out_of_memory(failure)
+                if not is_again or not _may_retry(failure, part, bool(tries)):
                     if outer is not None:
                         outer += undo
                     raise
@@ -106,14 +101,12 @@ class Memory:
                     cause.__traceback__ = None  # whose frames keep what the forward has computed
             finally:
                 taken_back.reset(token)
-            on_host, has_freed = on_host or has_freed, True
             for function in reversed(undo):
                 function()
             part.restart(epochs, put_back_metrics)
-            put_back_metrics = remember(self._metrics) if self._metrics else _do_nothing
+            put_back_metrics = remember(self._metrics)
             _free_caches(self._parameters)
-            leaves = [leaf for batch in part.list_batches() for leaf in _leaves(batch)]
-            before = self._settings_of(part, leaves)
+            before = self._state_of(part)
             self._watch.compare_values(partial(_refuse, part, error))
         if not part.counts:
             for function in reversed(undo):
@@ -122,53 +115,38 @@ class Memory:
             outer += undo
         if error is not None:
             self._watch.check()
-            if (name := _first_difference(before, self._settings_of(part, leaves))) is not None:
-                _refuse(part, error, name)
+            after = self._state_of(part)
+            for name, value in before.items():
+                if name in after and value is not after[name] and value != after[name]:
+                    _refuse(part, error, name)
             self._tell(part, on_host)
 
-    def _settings_of(self, part: Part, leaves: list[Any]) -> dict[str, Any]:
+    def _state_of(self, part: Part) -> dict[str, Any]:
         """Return what a virtual rank may change besides parameters: settings, attributes, variables, and its batches.
 
-        They are compared around the last try, and not around the first, so that nothing is paid where memory suffices: what
+        It is compared around the last try, and not around the first, so that nothing is paid where memory suffices: what
         the last try has changed, the ones before it may have changed too.
         """
-        scheme, seen = part.update.scheme, dict[int, Any]()
-        for metric in self._metrics:
-            seen |= {id(obj): obj for obj in (metric.modules() if isinstance(metric, nn.Module) else [metric])}
-        named = [item for label, model in scheme.models.items() for item in model.named_modules(prefix=label)]
-        named = [(path, module) for path, module in named if id(module) not in seen]
-        looked_at = [getattr(scheme.updater.update_core, "__self__", None), *(module for _, module in named)]
-        seen |= {id(obj): obj for obj in (*looked_at, *scheme.iterators.values())}
-        updater = {name: item for name, item in _attributes(scheme.updater).items() if name not in OWN_ATTRIBUTES}
+        scheme, updater = part.update.scheme, part.update.scheme.updater
+        modules = [item for label, model in scheme.models.items() for item in model.named_modules(prefix=label)]
+        counted = {id(obj): obj for metric in self._metrics for obj in parts_of(metric)}  # put back
+        apart = [getattr(updater.update_core, "__self__", None), *scheme.iterators.values(), *(obj for _, obj in modules)]
+        seen: dict[int, Any] = counted | {id(obj): obj for obj in apart}
         values: list[tuple[str, Mapping[str, Any]]] = []
-        for index, leaf in enumerate(leaves):
-            gradient = leaf.grad if isinstance(leaf, Tensor) and leaf.is_leaf else None
-            sums = None if gradient is None else sums_of([gradient])
-            fields = leaf if isinstance(leaf, (Tensor, np.ndarray)) else getattr(leaf, "__dict__", leaf)
-            values.append(("", {f"its batch in place, value {index}": fields, f"the gradient of value {index} of it": sums}))
-        values += [("updater", updater), ("", {"update_core": scheme.updater.update_core})]
-        values.append(("callbacks", vars(scheme.updater.callbacks)))
+        for index, leaf in enumerate(leaf for batch in part.list_batches() for leaf in _leaves(batch)):
+            is_array, has_gradient = isinstance(leaf, (Tensor, np.ndarray)), isinstance(leaf, Tensor) and leaf.is_leaf
+            fields = leaf if is_array else getattr(leaf, "__dict__", leaf)
+            values.append(("", {f"its batch in place, value {index}": fields}))
+            values.append(("", {f"the gradient of value {index} of it": leaf.grad if has_gradient else None}))
+        attributes = {name: item for name, item in _attributes(updater).items() if name not in OWN_ATTRIBUTES}
+        values += [("updater", attributes), ("callbacks", vars(updater.callbacks))]
         for name, optimizer in scheme.optimizers.items():
-            groups = enumerate(optimizer.param_groups)
-            values += [(f"optimizer {name!r}, group {index}, ", {**group, "params": None}) for index, group in groups]
+            for index, group in enumerate(optimizer.param_groups):
+                values.append((f"optimizer {name!r}, group {index}, ", {**group, "params": None}))
         for label, model in scheme.models.items():
-            flags = [parameter.requires_grad for parameter in model.parameters()]
-            values.append(("", {f"requires_grad of model {label!r}": flags}))
-        for path, module in named:
-            values += [(path, _attributes(module)), ("", {f"{path}.forward": module.forward})]
+            values.append(("", {f"requires_grad of model {label!r}": [p.requires_grad for p in model.parameters()]}))
+        values += [(path, _attributes(module)) for path, module in modules if id(module) not in counted]
         return {key: state for path, inside in values for key, state in _plain(path, inside, seen).items()}
-
-    def _may_retry(self, failure: BaseException, part: Part, has_freed: bool, on_host: bool) -> bool:
-        """Return whether a virtual rank that has failed is computed again; a note of the error says why not."""
-        if (obstacle := part.find_obstacle()) is not None:
-            failure.add_note(f"{_name(part)} is not computed again, since its bits could differ: {obstacle}")
-        elif has_freed and on_host:
-            failure.add_note(
-                f"after caches were freed, and with the saved tensors of {_name(part)} on the host, it ran out again"
-            )
-        else:
-            return True
-        return False
 
     def _tell(self, part: Part, on_host: bool) -> None:
         """Say how a virtual rank was computed again."""
@@ -181,76 +159,65 @@ class Memory:
             self._say(f"{again}, after caches were freed; this is said once")
 
 
-def _plain(path: str, values: Mapping[str, Any], seen: dict[int, Any], depth: int = 0) -> dict[Any, Any]:
-    """Return what shows a change of values, by name: of their numbers, texts and flags, at any depth, and of tensors.
+def _may_retry(failure: BaseException, part: Part, has_tries: bool) -> bool:
+    """Return whether a virtual rank that has failed is computed again; a note of the error says why not."""
+    if (obstacle := part.find_obstacle()) is not None:
+        failure.add_note(f"{_name(part)} is not computed again, since its bits could differ: {obstacle}")
+    elif not has_tries:
+        failure.add_note(
+            f"after caches were freed, and with the saved tensors of {_name(part)} on the host, it ran out again"
+        )
+    return obstacle is None and has_tries
 
-    Of others the lengths. What a function refers to is looked into, the attributes of objects and classes that PyTorch and
-    Python do not define, and where an iterator is, as far as that can be known. What was ``seen`` is not looked into again.
+
+def _plain(path: str, values: Mapping[str, Any], seen: dict[int, Any], depth: int = 0) -> dict[str, Any]:
+    """Return what shows a change of values, by name: of their numbers, texts and flags, at any depth, and of arrays.
+
+    Of containers also the length. What a function refers to is looked into, and the attributes of objects and classes that
+    PyTorch and Python do not define. Where an iterator is, nobody knows. What was ``seen`` is not looked into again.
     """
-    plain: dict[Any, Any] = {}
+    plain: dict[str, Any] = {}
     for name, value in values.items():
-        key, inside = f"{path}.{name}".strip("."), dict[str, Any]()
+        key = f"{path}.{name}".strip(".")
         if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
             plain[key] = value
             continue
         if id(value) in seen or depth > _MAX_DEPTH:
             continue
         seen[id(value)] = value
+        inside: dict[str, Any] = {}
         if isinstance(value, Tensor):
-            is_summed = value.layout is torch.strided and not value.is_quantized
-            sums = sums_of([to_local(value.detach())]) if is_summed else None
-            plain[key] = _State(weakref.ref(value), None if value.is_inference() else value._version, sums)
+            has_digest = value.layout is torch.strided and not value.is_quantized
+            plain[key] = sums_of([to_local(value.detach())]) if has_digest else (id(value), value._version)
         elif isinstance(value, np.ndarray):
-            plain[key] = _State(weakref.ref(value), None, value.tobytes())
+            plain[key] = value.tobytes()
         elif isinstance(value, Iterator):
-            left = operator.length_hint(value, -1)
-            plain[key] = object() if left < 0 else left  # an object is equal to no other
-        else:
-            if is_taken_apart(value):
-                inside = {label: item for _, label, item in references(value)}
-            elif isinstance(value, (type, SimpleNamespace)) or defined_by(type(value)) != "library":
-                inside = _attributes(value)
-            if isinstance(value, Sized) and not isinstance(value, nn.Module):
-                with suppress(Exception):
-                    plain[key] = frozenset(value) if isinstance(value, set) else len(value)
-            if isinstance(value, (dict, list, tuple, deque)) and name not in _OF_A_MODULE:
+            plain[key] = object()  # which is equal to no other
+        elif is_taken_apart(value):
+            inside = {label: item for _, label, item in references(value)}
+        elif isinstance(value, (type, SimpleNamespace)) or defined_by(type(value)) != "library":
+            inside = _attributes(value)
+        if isinstance(value, (set, frozenset)):
+            plain[key] = frozenset(value)
+        elif isinstance(value, (dict, list, tuple, deque)):
+            plain[key] = len(value)
+            if name not in _OF_A_MODULE:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 inside |= {str(index): item for index, item in items}
-        if inside:
-            plain |= _plain(key, inside, seen, depth + 1)
+        plain |= _plain(key, inside, seen, depth + 1)
     return plain
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
     """Return the attributes of an object and its classes, or of a class, where the script or a package defines them."""
-    classes = (obj if isinstance(obj, type) else obj.__class__).__mro__
     attributes: dict[str, Any] = {}
-    for cls in classes:
-        if defined_by(cls) != "library":
-            attributes |= {f"{cls.__name__}.{name}": item for name, item in vars(cls).items() if not name.startswith("__")}
-            names = vars(cls).get("__slots__", ())
-            slots = [names] if isinstance(names, str) else names
-            attributes |= {name: getattr(obj, name) for name in slots if not isinstance(obj, type) and hasattr(obj, name)}
+    for cls in (obj if isinstance(obj, type) else obj.__class__).__mro__:
+        for name, item in vars(cls).items() if defined_by(cls) != "library" else ():
+            if isinstance(item, MemberDescriptorType):  # of __slots__
+                attributes[name] = getattr(obj, name, None)
+            elif not name.startswith("__"):
+                attributes[f"{cls.__name__}.{name}"] = item
     return attributes if isinstance(obj, type) else attributes | getattr(obj, "__dict__", {})
-
-
-class _State(NamedTuple):
-    """What shows whether a tensor or an array has changed; another one in its place, with the same values, is a result."""
-
-    ref: weakref.ref[Any]
-    version: int | None
-    content: Any
-
-
-def _first_difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """Return the name of what differs."""
-    for name, first in before.items():
-        last = after.get(name, first)
-        if isinstance(first, _State) and isinstance(last, _State) and first.ref is not last.ref:
-            first, last = first.content, last.content
-        if first is not last and first != last:
-            return name
-    return None
 
 
 def _refuse(part: Part, error: BaseException, name: str) -> NoReturn:
@@ -268,10 +235,6 @@ def _free_caches(parameters: list[Tensor]) -> None:
     gc.collect()
     if parameters and (device := parameters[0].device).type != "cpu":
         torch.get_device_module(device).empty_cache()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _leaves(batch: Any) -> list[Any]:
