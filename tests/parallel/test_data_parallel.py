@@ -199,15 +199,6 @@ def test_buffers_keep_what_the_first_part_made_of_them():
     torch.testing.assert_close(out[3:6], Counting(3)(x[3:6]))
 
 
-def test_lazy_layers_get_their_shapes_from_the_first_part():
-    """Then the others run with them."""
-    parallel = DataParallel(nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()), hosts(3)).eval()
-    x = torch.randn(5, 3)
-    first = parallel(x)
-    assert torch.equal(first, parallel(x))
-    assert parallel.module[0].weight.shape == (2, 3)
-
-
 def test_recurrent_layers_use_and_train_their_own_weights():
     """They keep a list of their weights beside the registered ones; here the rows lie in dimension 1."""
     torch.manual_seed(3)

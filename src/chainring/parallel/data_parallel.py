@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from chainring.converters import Device, as_device, device_scope, to_device
@@ -69,7 +67,7 @@ class DataParallel(nn.Module):
             RuntimeError: the module is no longer on the first device.
         """
         first = self.devices[0]
-        for tensor in self._tensors():
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
             if tensor.device != first:
                 raise RuntimeError(
                     f"the module of a DataParallel stays on the first of its devices, {first}, and a parameter or buffer is "
@@ -101,14 +99,12 @@ class DataParallel(nn.Module):
 
     def _replicas(self, count: int) -> Iterator[Callable[[Any, Any], Any]]:
         """Yield the module itself, then the module with parameters and buffers of the other devices."""
-        # Of parameters, which autograd follows back, and of buffers, which may be changed there.
-        copies: Iterable[dict[str, Tensor]] = (
+        # Of parameters, which autograd follows back, and of buffers, before the first chunk changes them.
+        copies = [
             {name: parameter.to(device) for name, parameter in self.module.named_parameters()}
             | {name: buffer.to(device, copy=True) for name, buffer in self.module.named_buffers()}
             for device in self.devices[1:count]
-        )
-        if not any(map(is_lazy, self._tensors())):  # a lazy one has its shapes only after the first chunk
-            copies = list(copies)  # before the first chunk changes a buffer
+        ]
         yield lambda args, kwargs: self.module(*args, **kwargs)
         for state in copies:
             yield partial(functional_call, self.module, state)
@@ -119,9 +115,6 @@ class DataParallel(nn.Module):
         values, total = to_device(self.output_device, list(leaves)), sum(weights)
         mean = sum(value * (weight / total) for value, weight in zip(values, weights, strict=True))
         return mean.to(leaves[0].dtype) if isinstance(mean, Tensor) and isinstance(leaves[0], Tensor) else mean
-
-    def _tensors(self) -> Iterator[Tensor]:
-        return itertools.chain(self.module.parameters(), self.module.buffers())
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -5,7 +5,7 @@ import torch
 from parallel_toys import TWO, assert_same_updates, pair, rows, sgd
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
-from toys import Regression, assert_close, observed_update, parameters_of, regression_data, same_regression, updater_of
+from toys import Regression, assert_close, observed_update, parameters_of, same_regression, updater_of
 
 from chainring import Reporter
 from chainring._naming import named_submodules
@@ -108,51 +108,11 @@ def test_what_is_written_to_the_main_model_between_updates_reaches_the_replicas(
     assert_same_updates(ours, whole)
 
 
-class LazyRegression(Regression):
-    """Knows the number of inputs from its first batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.predictor = nn.Sequential(nn.LazyLinear(4, dtype=torch.float64), nn.Tanh(), nn.LazyLinear(1).double())
-
-
-def test_lazy_layers_get_one_initialization():
-    """That of the main model's first forward, and the random numbers of one model."""
-    ours, whole = pair(LazyRegression)
-    assert_same_updates(ours, whole)
-
-
-def test_lazy_models_that_are_given_and_a_resume_into_lazy_layers():
-    """The shapes of the others come from the main model, also where it has them from a snapshot."""
-    whole, resumed_whole = pair(LazyRegression)[1], pair(LazyRegression)[1]
-    torch.manual_seed(4)
-    models = {"main": LazyRegression(), "second": LazyRegression()}
-    ours = ParallelUpdater(rows(5), sgd(models["main"]), models=models)
-    assert_same_updates(ours, whole)
-    resumed = pair(LazyRegression)[0]
-    resumed.load_state_dict(ours.state_dict())
-    resumed_whole.load_state_dict(whole.state_dict())
-    assert_same_updates(resumed, resumed_whole)
-
-
-def test_a_lazy_batch_norm_is_replicated():
-    """Its running statistics are those of the main model's parts, as of a model of its own on these."""
-
-    class Normed(LazyRegression):
-        def __init__(self):
-            super().__init__()
-            self.predictor[1] = nn.LazyBatchNorm1d(dtype=torch.float64)
-
-    ours, _ = pair(Normed, 6)
-    alone = Normed()
-    x, t = regression_data().tensors
-    torch.manual_seed(4)
-    alone(x[0:6:2], t[0:6:2])
-    torch.manual_seed(4)
-    ours.update()
-    norm = ours.get_model("main").predictor[1]
-    assert_close(norm.running_mean, alone.predictor[1].running_mean)
-    assert norm.num_batches_tracked == 1
+def test_a_layer_without_a_shape_is_refused_with_the_remedy():
+    """A copy of it would get a shape, and an initialization, of its own."""
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match="call the model with one batch before the updater is made"):
+        ParallelUpdater(rows(5), torch.optim.SGD(model.parameters()), model, devices={"main": "cpu", "second": "cpu"})
 
 
 def test_a_loss_func_is_handed_the_replica():

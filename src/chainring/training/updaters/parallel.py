@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, is_lazy
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from chainring._naming import named_submodules, unwrap
@@ -46,7 +46,8 @@ class ParallelUpdater(StandardUpdater):
             replicas stay where they are.
 
     Raises:
-        ValueError: neither ``models`` nor ``devices`` is given, or their names differ, or the models differ in structure.
+        ValueError: neither ``models`` nor ``devices`` is given, or their names differ, or the models differ in structure,
+            or a shape in the main model is not known yet.
         KeyError: one of them lacks ``"main"``.
         TypeError: see `StandardUpdater`.
 
@@ -84,11 +85,13 @@ class ParallelUpdater(StandardUpdater):
         if models and model is not None and model is not models["main"]:
             raise ValueError("model and models['main'] are two models, and one can be trained; leave model out")
         if iterator is None:
-            raise TypeError(
-                "a ParallelUpdater splits each batch over its replicas, and iterator=None gives none; "
-                "for updates without data use StandardUpdater"
-            )
+            raise TypeError("a ParallelUpdater splits each batch over replicas; without data, use StandardUpdater")
         main = check_models(model if models is None else models)["main"]
+        if any(map(is_lazy, (*main.parameters(), *main.buffers()))):
+            raise ValueError(
+                "replicas are copies of the main model, which has a layer whose shape is not known yet; call the model with "
+                "one batch before the updater is made"
+            )
         super().__init__(iterator, optimizer, main, converter=converter, loss_func=loss_func)
         if type(self).update_core is ParallelUpdater.update_core:
             check_default_update(self._scheme.iterators, self._scheme.models, self._scheme.optimizers)
@@ -129,12 +132,8 @@ class ParallelUpdater(StandardUpdater):
         self._add_observers()
         main, *others = [replica.model for replica in replicas]
         with self.autocast():
-            is_unshaped = any(map(is_lazy, (*main.parameters(), *main.buffers())))
             _refresh(main, others)  # before the main model's forward, which may write into its buffers
-            outputs = [self._forward_replica(replicas[0], inputs[0])]
-            if is_unshaped:  # lazy layers have parameters and buffers from their first forward on
-                _refresh(main, others)
-            outputs += [self._forward_replica(*pair) for pair in zip(replicas[1:], inputs[1:], strict=True)]
+            outputs = [self._forward_replica(*pair) for pair in zip(replicas, inputs, strict=True)]
         losses, loss_weights, observations = zip(*outputs, strict=True)
         device = losses[0].device
         weights = [
@@ -189,12 +188,8 @@ class _Replica(NamedTuple):
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    # Buffers without a shape yet are the one thing in a lazy module that copy does not know.
-    memo: dict[int, Any] = {}
-    for buffer in filter(is_lazy, model.buffers()):
-        memo[id(buffer)] = UninitializedBuffer(device=buffer.device, dtype=buffer.dtype)  # type: ignore[call-arg]
     try:
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model)
     except Exception as error:
         error.add_note(f"raised in copying {type(model).__name__} for another device; hand over models={{'main': ...}}")
         raise
@@ -207,7 +202,7 @@ def _device_of(model: nn.Module) -> torch.device | None:
 def _check_structure(main: nn.Module, replica: nn.Module, name: str) -> None:
     first, second = _structure(main), _structure(replica)
     pairs = {path: (first.get(path), second.get(path)) for path in {**first, **second}}
-    differing = [path for path, pair in pairs.items() if None in pair or (pair[0] != pair[1] and "lazy" not in pair)]
+    differing = [path for path, pair in pairs.items() if pair[0] != pair[1]]
     if differing:
         raise ValueError(
             f"replicas have the same modules, with parameters of the same shapes and dtypes; models['main'] and "
@@ -216,11 +211,9 @@ def _check_structure(main: nn.Module, replica: nn.Module, name: str) -> None:
 
 
 def _structure(model: nn.Module) -> dict[str, Any]:
-    """Return every module, and every parameter with its shape and dtype, or ``"lazy"`` if they are not decided yet."""
+    """Return every module, and every parameter with its shape and dtype."""
     structure: dict[str, Any] = {f"module {path!r}": "module" for path, _ in unwrap(model).named_modules()}
-    for path, parameter in unwrap(model).named_parameters():
-        structure[path] = "lazy" if is_lazy(parameter) else (parameter.shape, parameter.dtype)
-    return structure
+    return structure | {path: (value.shape, value.dtype) for path, value in unwrap(model).named_parameters()}
 
 
 @torch.no_grad()
@@ -229,21 +222,18 @@ def _refresh(main: nn.Module, replicas: Sequence[nn.Module]) -> None:
     main = unwrap(main)
     for replica in map(unwrap, replicas):
         for source, target in zip(main.parameters(), replica.parameters(), strict=True):
-            if source is target or is_lazy(source):
-                continue
-            if is_lazy(target):
-                target.materialize(source.shape, dtype=source.dtype)
-            target.copy_(source)
-            target.requires_grad_(source.requires_grad)
-            target.grad = None
+            if source is not target:
+                target.copy_(source)
+                target.requires_grad_(source.requires_grad)
+                target.grad = None
         device = _device_of(replica)
         for module, module_copy in zip(main.modules(), replica.modules(), strict=True):
             module_copy.training = module.training
             for name, buffer in module.named_buffers(recurse=False):
                 target = getattr(module_copy, name, None)
-                if target is buffer or is_lazy(buffer):
+                if target is buffer:
                     continue
-                if target is None or is_lazy(target) or target.shape != buffer.shape:  # a cache, say, that grows
+                if target is None or target.shape != buffer.shape:  # a cache, say, that grows
                     setattr(module_copy, name, buffer.to(device, copy=True))
                 else:
                     target.copy_(buffer)
