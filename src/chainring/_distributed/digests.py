@@ -97,14 +97,6 @@ def add_words(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([each.sum(dtype=each.dtype).to(device, torch.int64) for each in words])
 
 
-def are_same(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
-    """Return whether tensors have the same bits as others, and are missing where these are."""
-    return all(
-        a is b if a is None or b is None else torch.equal(_words_of(a), _words_of(b))
-        for a, b in zip(tensors, others, strict=True)
-    )
-
-
 def sum_whole(tensor: Tensor) -> Tensor:
     """Return the sum over all elements of a tensor, as a tensor without dimensions."""
     return _sum_run(_as_integers(tensor).reshape(-1), 0)

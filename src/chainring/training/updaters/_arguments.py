@@ -112,10 +112,15 @@ def check_balance(balance: Any, count: int | None, models: Mapping[str, nn.Modul
             'with balance="speed" some ranks run more forwards than others, and in each forward of a model of fully_shard '
             "all ranks take part: leave the model plain or wrap it in DistributedDataParallel, or leave balance out"
         )
+    check_dealt('balance="speed"', iterators)
+
+
+def check_dealt(setting: str, iterators: Mapping[str, Any]) -> None:
+    """Refuse iterators that cannot return the rows of virtual ranks that a setting deals anew in each update."""
     for name, iterator in iterators.items():
         if not isinstance(iterator, Iterator):
             raise ValueError(
-                f'with balance="speed" iterators return the rows of a deal that changes, which {type(iterator).__name__} '
+                f"with {setting} iterators return the rows of a deal that changes, which {type(iterator).__name__} "
                 f"{name!r} cannot; derive it from chainring.iterators.Iterator, or pass what it reads"
             )
 
@@ -269,22 +274,22 @@ def check_call(
 ) -> None:
     """Refuse the one of these functions that was called, if its parameters do not fit the arguments."""
     inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}" if kwargs else "no inputs"
-    function = next(given for given in (eval_func, loss_func, model) if given is not None)
-    forward, name = function.forward if isinstance(function, nn.Module) else function, _name(function)
+    function: Any = model
+    rule = f"without a loss_func the model is called with {inputs}, which are the batch, and returns the loss"
+    remedy = "Wrap it, as chainring.nn.Classifier(model) does for labels, or give loss_func=lambda model, x, t: ..."
     if eval_func is not None:
-        rule = f"eval_func is called with {inputs}, which are the batch, without the model"
+        function, rule = eval_func, f"eval_func is called with {inputs}, which are the batch, without the model"
         remedy = (
             "A function that takes the model first is the loss_func of an Evaluator, which by default is that of the updater"
         )
     elif loss_func is not None:
-        rule, args = f"loss_func is called with the model first and then {inputs}", (model, *args)
+        function, args = loss_func, (model, *args)
+        rule = f"loss_func is called with the model first and then {inputs}"
         remedy = (
             "Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; inside, use that model and no other"
         )
-    else:
-        rule = f"without a loss_func the model is called with {inputs}, which are the batch, and returns the loss"
-        name = f"{type(model).__name__}.forward"
-        remedy = "Wrap it, as chainring.nn.Classifier(model) does for labels, or give loss_func=lambda model, x, t: ..."
+    forward = function.forward if isinstance(function, nn.Module) else function
+    name = f"{type(model).__name__}.forward" if function is model else _name(function)
     if error := find_call_error(forward, *args, **kwargs):
         raise TypeError(f"{rule}; {name}{inspect.signature(forward)} cannot be: {error}. {remedy}") from None
 

@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
 import numpy as np
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 
 from chainring import _random
 from chainring._checks import is_integer
-from chainring._distributed.digests import add_words, are_same, mix, read_together, sums_to_compare
+from chainring._distributed.digests import add_words, mix, read_together, sums_to_compare
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Audits
 from chainring._messages import warn
 from chainring._naming import unwrap
-from chainring.iterators.base import Iterator
 from chainring.reporting._metrics import list_metrics, remember
 from chainring.serializers.protocol import own_states
+from chainring.training.updaters._arguments import check_dealt
 from chainring.training.updaters.callbacks import taken_back
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from chainring.training.updaters._update import Update
     from chainring.training.updaters._virtual import Part, VirtualRanks
 
-T = TypeVar("T")
 _PIECES, _BITS = 4, 16  # of a digest, each of which a sum in any floating-point type has exactly
 _ABSENT = -1  # the sum of a gradient that is not there
 _LATER = "What it has computed since its last snapshot may be wrong as well, where nobody has audited it"
@@ -85,7 +83,6 @@ class Audit:
         self.faults: list[dict[str, Any]] = []  # that were found in this run
 
     def start(self, ranks: VirtualRanks) -> None:
-        """Prepare for a run."""
         device = next((parameter.device for parameter in ranks.parameters), torch.device("cpu"))
         self._ranks, self._me = proxy(ranks), _Computation(ranks.comm.rank, socket.gethostname(), str(device))
         if ranks.comm.size > 1:
@@ -93,16 +90,11 @@ class Audit:
         self._metrics = list_metrics(ranks.scheme.models.values())
         self._batches = dict.fromkeys(ranks.scheme.iterators, ranks.scheme.updater.accumulate)  # of the last update
         self._first: dict[int, list[_Computation]] = {}  # by virtual rank in dispute, those before
-        self._kept: dict[int, list[Tensor | None]] = {}  # the gradients of virtual ranks in dispute, or to be compared here
-
-    @property
-    def _compares_here(self) -> bool:
-        """The gradients of both computations are here, and on the host, where they are compared without digests."""
-        return self._ranks.comm.size == 1 and self._me.device == "cpu"
+        self._kept: dict[int, list[Tensor | None]] = {}  # the gradients of virtual ranks in dispute
 
     # --- what an update asks ---
 
-    def run(self, update: Update, generators: tuple[_random.Restore, ...], compute: Callable[[], T]) -> T:
+    def run(self, update: Update, generators: tuple[_random.Restore, ...], compute: Callable[[], Any]) -> Any:
         """Compute an update, and again, with these generators, if it differs from what an audit has computed.
 
         Raises:
@@ -110,7 +102,7 @@ class Audit:
         """
         ranks, undo = self._ranks, list[Callable[[], Any]]()
         marks = [(source, source.mark()) for source in ranks.scheme.iterators.values() if hasattr(source, "mark")]
-        put_back = remember(self._metrics) if self._metrics else lambda: None
+        put_back = remember(self._metrics)
         self._before = self._add_parameters() if ranks.comm.size == 1 else None
         token = taken_back.set(undo)
         try:
@@ -132,7 +124,7 @@ class Audit:
             ranks.overlaps = overlaps
             self._kept.clear()
 
-    def _attempt(self, update: Update, compute: Callable[[], T], disputed: tuple[int, ...] = ()) -> T:
+    def _attempt(self, update: Update, compute: Callable[[], Any], disputed: tuple[int, ...] = ()) -> Any:
         ranks = self._ranks
         self._asked = Audits(self.count, update.context.iteration, disputed=disputed)
         self._auditors, self._taken = self._asked.auditors(ranks.deal), dict[str, int]()
@@ -147,12 +139,6 @@ class Audit:
         """Return the virtual ranks whose rows this rank needs, and those that it computes again, which do not count."""
         return self._asked.share(self._ranks.deal, self._me.rank)
 
-    def order(self, numbers: list[tuple[bool, int]]) -> list[tuple[bool, int]]:
-        """Return virtual ranks, with whether they count, in the order in which they are computed."""
-        # Both computations of one follow one another where the gradients of the first wait for those of the second.
-        pairs = self._compares_here and not self._asked.disputed
-        return sorted(numbers, key=itemgetter(1, 0) if pairs else itemgetter(0))
-
     def ask(self, name: str, iterator: Any, taken: int) -> None:
         """Let an iterator, of which so many batches were taken in this update, return the rows that this rank needs."""
         self._taken[name] = taken + 1
@@ -164,22 +150,15 @@ class Audit:
         number, is_disputed, self._trained = part.number, part.number in self._asked.disputed, trained
         if is_disputed and part.counts:
             return self._kept.pop(number)
-        if is_disputed or (self._compares_here and number in self._auditors and not part.counts):
+        if is_disputed:
             self._kept[number] = gradients
-        if is_disputed or (number in self._auditors and not self._compares_here):
+        if is_disputed or number in self._auditors:
             self._sums[number, part.counts] = self._sum(gradients)
-        elif number in self._auditors and part.counts and not are_same(again := self._kept.pop(number), gradients):
-            self._sums |= {(number, False): self._sum(again), (number, True): self._sum(gradients)}
         return gradients
 
     def pieces(self) -> list[Any]:
-        """Return two digests of each virtual rank that is audited, in small numbers: 0 for those of other ranks.
-
-        None where they have been compared and are the same.
-        """
+        """Return two digests of each virtual rank that is audited, in small numbers: 0 for those of other ranks."""
         numbers: list[Any] = []
-        if self._compares_here and not self._sums:
-            return numbers
         for key in ((number, counts) for number in self._auditors for counts in (True, False)):
             digest: Any = 0
             if (sums := self._sums.get(key)) is not None:
@@ -194,10 +173,8 @@ class Audit:
         Raises:
             CorruptionError: of one process, whose parameters have changed in memory.
         """
-        differ: list[bool] = []
-        if len(pieces):
-            pairs = pieces.view(len(self._auditors), 2, _PIECES)
-            differ = (pairs[:, 0] != pairs[:, 1]).any(1).tolist()
+        pairs = pieces.view(len(self._auditors), 2, _PIECES)
+        differ = (pairs[:, 0] != pairs[:, 1]).any(1).tolist()
         if any(differ):
             raise _Difference(*(number for number, differs in zip(self._auditors, differ, strict=True) if differs))
         self._check_memory()
@@ -300,15 +277,13 @@ class Audit:
             comm.broadcast(list(named.values()), root=source)
 
     def _tell(self, number: int, wrong: _Computation, right: tuple[int, ...], again: int, lasts: str) -> None:
-        """Say what was wrong, by a warning or the end."""
         tensor = self._name_difference(wrong.sums, right)
         update = f"iteration {self._ranks.scheme.updater.iteration + 1}"
         text = f"in {update} {wrong} has computed virtual rank {number} wrong, first in the gradient of {tensor!r}"
-        if again == 1:
-            often = len(self.faults) > 1
-            text += ", in one of three computations: " + (_NOT_REPEATED if often else "a transient fault of the device")
-        elif lasts:
+        if lasts:
             text += f"; {lasts} did so again, and what it computes beside is wrong too: take it out"
+        elif again == 1 and len(self.faults) > 1:
+            text += f", and not when it was asked again: {_NOT_REPEATED}"
         else:
             text += ", and right when it was asked again: a transient fault of the device"
         if self.policy == "stop":
@@ -381,12 +356,8 @@ def make_audit(
                 f"with audit a virtual rank is computed twice, and model {label!r} has {own[0]}, which keeps a state of its "
                 "own from one computation to the next: make it a buffer, or leave audit out"
             )
-    for name, iterator in iterators.items():
-        if size > 1 and not isinstance(iterator, Iterator):
-            raise ValueError(
-                f"with audit iterators return the rows of further virtual ranks, which {type(iterator).__name__} {name!r} "
-                "cannot; derive it from chainring.iterators.Iterator, or pass what it reads"
-            )
+    if size > 1:
+        check_dealt("audit", iterators)
     return Audit(int(count), policy)
 
 

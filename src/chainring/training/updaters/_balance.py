@@ -42,7 +42,6 @@ class Span:
         self._began: Any = None
 
     def begin(self) -> None:
-        """Compute from now on."""
         self._began = time_on(self._device)
 
     def pause(self) -> bool:
@@ -92,7 +91,6 @@ class Balance:
         return deal
 
     def end(self) -> None:
-        """End an update."""
         self._ended = self.span
 
     @contextmanager
@@ -128,7 +126,6 @@ class Balance:
         return better if _slowest(better, seconds) < (1 - _GAIN) * _slowest(deal, seconds) else deal
 
     def tell(self, deal: Deal, iterators: Mapping[str, Any]) -> None:
-        """Tell iterators the deal of their next batches."""
         for iterator in iterators.values():
             iterator.deal = deal
         self._unchecked = dict.fromkeys(iterators, deal)

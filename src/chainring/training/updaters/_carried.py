@@ -62,7 +62,6 @@ class Carried(dict[str, dict[str, Any]]):
                 self._initial.setdefault(id(module), _contents(module))
 
     def add_updater(self, updater: Any) -> None:
-        """Add what the functions of an updater carry."""
         functions = {name: getattr(updater, name, None) for name in ("loss_func", "converter")}
         for stage, callbacks in getattr(getattr(updater, "callbacks", None), "__dict__", {}).items():
             if isinstance(callbacks, tuple):
@@ -71,7 +70,6 @@ class Carried(dict[str, dict[str, Any]]):
             self.add(f"{_OF_UPDATER}{name}", function)
 
     def of_updater(self) -> Carried:
-        """Return what the functions of the updater carry."""
         carried = Carried()
         carried.update({key: objects for key, objects in self.items() if key.startswith(_OF_UPDATER)})
         carried._initial = self._initial
@@ -99,7 +97,6 @@ class Carried(dict[str, dict[str, Any]]):
             elsewhere |= set(map(id, carried.values()))
 
     def load(self, serializer: Deserializer, key: str) -> None:
-        """Load what was saved of the function with this key."""
         for path, obj in self.get(key, {}).items():
             if any(saved.startswith(f"{path}/") for saved in serializer.paths()):
                 serializer.visit(path, self._visited(obj))

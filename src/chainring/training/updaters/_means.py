@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.group import GroupCommunicator, gradient_buckets
 from chainring._distributed.sharding import placed_like, to_local
-from chainring.training.updaters._ranks import NO_SPARSE, list_buffers
+from chainring.training.updaters._ranks import check_strided, list_buffers
 from chainring.training.updaters.callbacks import list_parameters, run
 
 if TYPE_CHECKING:
@@ -193,15 +193,9 @@ class RankSum(BucketedSum):
         self._comm, self._waits = comm, list[Callable[[], Tensor]]()
 
     def _start_sum(self, gradients: Sequence[Tensor]) -> None:
-        try:
-            flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients])
-        except RuntimeError:
-            for gradient in gradients:
-                if gradient.layout is not torch.strided:
-                    text = f"that of shape {tuple(gradient.shape)} is {gradient.layout}"
-                    raise TypeError(NO_SPARSE.format(text)) from None
-            raise
-        self._waits.append(self._comm.start_sum(flat))
+        for gradient in gradients:
+            check_strided(gradient)
+        self._waits.append(self._comm.start_sum(torch.cat([gradient.detach().reshape(-1) for gradient in gradients])))
 
     def finish(self, numbers: Tensor) -> Tensor:
         """Replace each gradient by its sum, after all ranks have sent theirs; return the sums of some numbers."""

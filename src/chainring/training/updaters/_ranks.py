@@ -104,7 +104,7 @@ class WrappedModules:
         for hook in hooks:
             if hook.doubt is not None:
                 warn(hook.doubt)
-        before = {hook: hook.read() for hook in hooks if hook.obstacle is None}
+        before = {hook: hook.read() for hook in hooks if hook.is_saved}
         yield
         for hook, state in before.items():
             hook.write(self._loaded.get(hook.name, state))
@@ -113,7 +113,7 @@ class WrappedModules:
     def serialize(self, serializer: AbstractSerializer, comm: Communicator) -> None:
         """Save the states of hooks of all ranks, or keep those of this rank until the run starts."""
         hooks = self._list_hooks()
-        saved = [hook for hook in hooks if hook.obstacle is None]
+        saved = [hook for hook in hooks if hook.is_saved]
         if isinstance(serializer, Serializer):
             for hook in saved:
                 hook.save(serializer[hook.name], comm)
@@ -147,30 +147,24 @@ class _Surrogate(nn.Module):
 
 
 class _Hook:
-    """A communication hook of DDP with its state.
-
-    ``obstacle`` is why its state is not saved, ``doubt`` why a resumed run is not the uninterrupted one.
-    """
+    """A communication hook of DDP with its state; ``doubt`` is why a resumed run is not the uninterrupted one."""
 
     def __init__(self, name: str, module: DistributedDataParallel, hook: Any, state: Any) -> None:
         self.name, self._state, self._class = name, state, type(state).__name__
         self._title = f"the communication hook {getattr(hook, '__name__', type(hook).__name__)} of DDP"
         self._device = next(module.parameters()).device
         self._is_of_torch = type(state).__module__.startswith(f"{_HOOKS}.") and self._class in _ATTRIBUTES
-        rest = "a resumed run trains on, and not as the uninterrupted one would"
-        self.obstacle: str | None = None
-        if not self._is_of_torch and serialize_method(state) is None and not has_state(state):
-            self.obstacle = (
-                f"{self._title} keeps a {self._class}, which no snapshot holds: {rest}; give its class serialize()"
-            )
+        has_ways = self._is_of_torch or serialize_method(state) is not None or has_state(state)
+        self.is_saved = has_ways and not module.static_graph
+        doubt, remedy = None, ""
+        if not has_ways:
+            doubt, remedy = f"keeps a {self._class}, which no snapshot holds", "; give its class serialize()"
         elif module.static_graph:
-            self.obstacle = (
-                f"{self._title} keeps a state for each bucket, which DDP(static_graph=True) lays out otherwise at first: "
-                f"{rest}"
-            )
-        self.doubt = self.obstacle
-        if self.doubt is None and self._class == "PostLocalSGDState":
-            self.doubt = f"{self._title} lets ranks have parameters of their own, of which those of rank 0 are saved: {rest}"
+            doubt = f"keeps a {self._class} for each bucket, which DDP(static_graph=True) lays out otherwise at first"
+        elif self._class == "PostLocalSGDState":
+            doubt = "lets ranks have parameters of their own, of which those of rank 0 are saved"
+        rest = f"a resumed run trains on, and not as the uninterrupted one would{remedy}"
+        self.doubt = doubt and f"{self._title} {doubt}: {rest}"
 
     def read(self) -> dict[str, Any]:
         """Return a copy of what changes in the state."""
@@ -226,8 +220,7 @@ class _Hook:
         values: dict[str, Any] = ranks[world.rank]
         for key, (shape, dtype) in serializer("rows", {}).items():
             empty = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-            rows = serializer["row"](key, _as_row(empty, world.size) if world.size == dist.get_world_size() > 1 else None)
-            values[key] = to_local(rows)[0] if is_sharded(rows) else rows[world.rank]
+            values[key] = to_local(serializer["row"](key, _as_row(empty, world.size)))[0]
         return values
 
 
@@ -263,7 +256,7 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
                 f'{list(comm.data_ranks)}: give it process_group=mesh["dp"].get_group() of the mesh in '
                 'comm=create_communicator(mesh=mesh["dp"]), or leave the model plain, whose gradients the updater averages'
             )
-    modules = [module for model in models.values() for module in model.modules()] if comm.world.size > comm.size else []
+    modules = [module for model in models.values() for module in model.modules() if comm.world.size > comm.size]
     for norm in (module for module in modules if isinstance(module, nn.SyncBatchNorm)):
         group = norm.process_group
         if group is None or dist.get_process_group_ranks(group) != list(comm.data_ranks):
@@ -274,7 +267,7 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
             )
 
 
-NO_SPARSE = (
+_NO_SPARSE = (
     "ranks and virtual ranks add up dense gradients, and {}; give its layer sparse=False, and an optimizer that takes dense "
     "gradients, such as Adam in place of SparseAdam"
 )
@@ -285,10 +278,16 @@ def check_dense(models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimi
     for label, model in models.items():
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ValueError(NO_SPARSE.format(f"{name or 'itself'!r} of model {label!r} has sparse ones"))
+                raise ValueError(_NO_SPARSE.format(f"{name or 'itself'!r} of model {label!r} has sparse ones"))
     for label, optimizer in optimizers.items():
         if isinstance(optimizer, torch.optim.SparseAdam):
-            raise ValueError(NO_SPARSE.format(f"optimizer {label!r} is SparseAdam, which needs sparse ones"))
+            raise ValueError(_NO_SPARSE.format(f"optimizer {label!r} is SparseAdam, which needs sparse ones"))
+
+
+def check_strided(gradient: Tensor | None) -> None:
+    """Refuse a sparse gradient, of which no layer and no optimizer tells before."""
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise TypeError(_NO_SPARSE.format(f"that of shape {tuple(gradient.shape)} is {gradient.layout}"))
 
 
 def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrapped: WrappedModules) -> None:
@@ -298,21 +297,13 @@ def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrappe
     comm.broadcast([to_local(parameter) for parameter in parameters if is_sharded(parameter)])
 
 
-def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
+def warn_of_untied(model: nn.Module) -> None:
     """Warn of matrices that ranks have divided and that have the same elements, as `parallelize_module` leaves tied ones."""
-    divided: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_sharded(p) and p.ndim > 1}
-    squares: dict[str, float] = {}  # of the shard of this rank, over the number of ranks that hold the same one
-    for name, parameter in divided.items():
-        placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-        copies = math.prod(size for size, placement in placed if placement.is_replicate())
-        chunks = torch.split(to_local(parameter).detach().flatten(), _CHUNK)
-        squares[name] = sum(chunk.double().square().sum().item() for chunk in chunks) / copies
-    gathered = comm.world.gather_object(squares)
+    divided = {name: to_local(p).detach() for name, p in model.named_parameters() if is_sharded(p) and p.ndim > 1}
     alike: dict[Any, str] = {}
-    for name, parameter in divided.items():
-        total = sum(rank[name] for rank in gathered)
-        other = alike.setdefault((tuple(parameter.shape), f"{total:.9e}"), name)
-        if other != name and total:
+    for (name, shard), total in zip(divided.items(), sums_of(list(divided.values())), strict=True):
+        other = alike.setdefault((shard.shape, total), name)
+        if other != name and total:  # 0 of zeros
             warn(
                 f"parameters {other!r} and {name!r} are equal but not shared: if they were tied, parallelize_module has "
                 "untied them, and each is now trained separately. Tie them again after it, before the optimizer is made, "

@@ -32,7 +32,7 @@ from chainring.training.updaters._balance import Balance
 from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._means import BucketedSum, list_trained, unstash
 from chainring.training.updaters._memory import Memory
-from chainring.training.updaters._ranks import NO_SPARSE
+from chainring.training.updaters._ranks import check_strided
 from chainring.training.updaters._update import Update
 from chainring.training.updaters._virtual_state import (
     Agreement,
@@ -99,7 +99,7 @@ class Part:
             return "DDP and fully_shard exchange in a forward, which other ranks would not repeat; leave the model plain"
         if sending is not None and sending[0].started != sending[1].started:
             return "its gradients were being sent to the other ranks"
-        if any(ranks.statistics.have_new_ones()):
+        if any(ranks.statistics.find_reshaped()):
             return "a forward has made or reshaped a buffer; call the model with a batch before the updater is made"
         trained = set(map(id, list_trained(scheme.optimizers.values())))
         if any(parameter.grad is not None and id(parameter) not in trained for parameter in ranks.parameters):
@@ -147,7 +147,6 @@ class VirtualRanks:
 
     @property
     def count(self) -> int:
-        """The number of virtual ranks of all ranks."""
         return self.deal.count
 
     @property
@@ -185,11 +184,11 @@ class VirtualRanks:
             self.deal = deal
             self.balance.tell(deal, self.scheme.iterators)
         generators = _random.take_generators()
-        if self.scheme.audit is None:
-            weight, pins = VirtualUpdate(self, update, generators).run()
-        else:
-            compute = lambda: VirtualUpdate(self, update, generators).run()  # noqa: E731
-            weight, pins = self.scheme.audit.run(update, generators, compute)
+
+        def compute() -> Any:
+            return VirtualUpdate(self, update, generators).run()
+
+        weight, pins = compute() if self.scheme.audit is None else self.scheme.audit.run(update, generators, compute)
         self.balance.end()
         if self.comm.rank > 0 and not self.comm.survives:  # else any rank may be lost, and each has what counts
             return 0
@@ -211,15 +210,13 @@ class VirtualUpdate:
             # Each forward gathers parameters from all ranks, and other ranks run one forward more.
             again = [ranks.count]
         self._parts: list[Part] = []
-        epochs = self._positions.get("main", (0, 0))
         # Those that do not count come first, since the gradients of the last are sent while its backward runs.
-        numbers = [*((False, number) for number in again), *((True, number) for number in ranks.block)]
-        for counts, number in numbers if self._scheme.audit is None else self._scheme.audit.order(numbers):
+        for counts, number in [*((False, number) for number in again), *((True, number) for number in ranks.block)]:
             context = UpdateContext(update.context.updater, update.context.iteration, 0)
             index, part_update = share.index(number) if number in share else 0, Update(self._scheme, context, update.epoch)
             part = Part(self, number, index, len(share), counts, part_update, has_rows=counts)
             part.update.part, part.reported = part, part.observation
-            part.epoch, part.epoch_detail = epochs
+            part.epoch, part.epoch_detail = self._positions.get("main", (0, 0))
             self._parts.append(part)
         self._threads: _Threads | None = None
         # Of the gradients of each step.
@@ -314,7 +311,6 @@ class VirtualUpdate:
             part.observation |= {key: (part.observation[key], weight) for key, weight in part.pinned.items()}
 
     def seed_generators(self, part: Part) -> None:
-        """Seed all generators for a micro-batch of a part."""
         context = part.update.context
         _random.seed_all("virtual rank", self._ranks.seed or 0, context.iteration, context.micro_step, part.number)
 
@@ -404,7 +400,6 @@ class VirtualUpdate:
         return rows, examples, first_epoch
 
     def _fetch(self, name: str, iterator: Any) -> _Fetched:
-        """Fetch a batch, from which each part will take its rows."""
         error = batch = None
         if self._scheme.audit is not None:
             self._scheme.audit.ask(name, iterator, len(self._fetched.get(name, ())))
@@ -462,9 +457,7 @@ class VirtualUpdate:
         self._check_positions()
         self._ranks.sharded.collect()
         for parameter in (trained := list_trained(optimizers)):
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                text = f"that of shape {tuple(parameter.shape)} is {parameter.grad.layout}"
-                raise TypeError(NO_SPARSE.format(text))
+            check_strided(parameter.grad)
             gradients.append(to_local(parameter.grad) if part.rows else None)
             parameter.grad = None
         if self._scheme.audit is not None:
@@ -557,16 +550,10 @@ class VirtualUpdate:
             exchange.start_all(leaf)
         audit = self._scheme.audit
         digests = () if audit is None else audit.pieces()
-        gradients: Sequence[Tensor | None] | None = None
-        if comm.survives and comm.size > 1:  # who completes the agreement knows that all have the sums
-            gradients = exchange.finish()
+        finish = exchange.finish if comm.size > 1 else lambda: next(iter(total.nodes.values()))  # without a copy
+        gradients = finish() if comm.survives else None  # then who completes the agreement knows that all have the sums
         wait = ranks.agreements[number].start(findings, counting, ranks.deal, at_step=True, digests=digests)
-        if gradients is not None:
-            pass
-        elif comm.size > 1:
-            gradients = exchange.finish()
-        else:  # without a copy
-            (gradients,) = total.nodes.values()
+        gradients = finish() if gradients is None else gradients
         findings, means = wait()  # of all ranks
         if audit is not None:
             audit.compare(means.digests)

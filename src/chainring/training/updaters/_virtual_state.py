@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from types import ModuleType
@@ -55,11 +55,13 @@ _ELEMENT_BY_ELEMENT = (
 class RunningStatistics:
     """The buffers of some models. All virtual ranks begin an update with the same ones.
 
-    They are set by way of ``.data``, which does not count as a change: a graph that has saved one would refuse it, though in
-    the backward of a virtual rank its buffers are again what they were when it was left.
     Those that a virtual rank changes are set aside for it, so that the next one starts from the same values. In the end,
     a floating-point buffer is the mean of the results weighted by rows, and an integer buffer is that of virtual rank 0.
-    ``changed`` are the numbers of the buffers that a virtual rank of this rank has changed.
+    They are set by way of ``.data``, which does not count as a change: a graph that has saved one would refuse it, though in
+    the backward of a virtual rank its buffers are again what they were when it was left.
+
+    Attributes:
+        changed: the numbers of the buffers that a virtual rank of this rank has changed.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], count: int) -> None:
@@ -75,8 +77,7 @@ class RunningStatistics:
         slot_of = {id(buffers[name]): (buffers, name) for buffers, name in named if buffers[name] is not None}
         self._slots: list[tuple[Any, str]] = list(slot_of.values())
         self._buffers: list[Tensor] = [buffers[name] for buffers, name in self._slots]
-        self._absent = [(buffers, name) for buffers, name in named if buffers[name] is None]
-        self._number = len(named)
+        self._layouts = {(id(buffers), name): _layout_of(buffers[name]) for buffers, name in named}
         self._initial = [buffer.clone() for buffer in self._buffers]
         self._sum = TreeSum(deal, rank)
         self._sums: list[Tensor | None] | None = None
@@ -96,7 +97,13 @@ class RunningStatistics:
 
         Of each, what is in its place, and the value of the one that was there at the beginning: graphs may have saved both.
         """
-        self._refuse_new_ones()
+        for path, before, now in self.find_reshaped():
+            if before is not None or self._count > 1:  # what the only virtual rank makes is not averaged
+                raise RuntimeError(
+                    "of a buffer the virtual ranks of an update have the mean, from the value with which all of them "
+                    f"begin, and a forward has made {path!r} of shape {now and now[0]}, which was {before and before[0]}: "
+                    "register it with its shape in __init__, or call the model with a batch before the updater is made"
+                )
         taken = dict(values)
         for slot, (buffers, name) in enumerate(self._slots):
             buffer, result, initial = self._buffers[slot], buffers[name], self._initial[slot]
@@ -108,31 +115,13 @@ class RunningStatistics:
                 buffer.data.copy_(initial)
         return taken
 
-    def have_new_ones(self) -> tuple[bool, bool]:
-        """Return whether a virtual rank has reshaped buffers, and whether it has made some."""
-        reshaped = any(
-            buffers[name] is None or buffers[name].shape != initial.shape or buffers[name].dtype != initial.dtype
-            for (buffers, name), initial in zip(self._slots, self._initial, strict=True)
-        )
-        is_new = any(buffers[name] is not None for buffers, name in self._absent)
-        return reshaped, is_new or sum(len(module._buffers) for module in self._owners) != self._number
-
-    def _refuse_new_ones(self) -> None:
-        """Refuse buffers that a virtual rank has made or reshaped, of which there is no value to begin with."""
-        reshaped, is_new = self.have_new_ones()
-        if not reshaped and not (is_new and self._count > 1):  # what the only virtual rank makes is not averaged
-            return
-        before = {(id(buffers), name): initial for (buffers, name), initial in zip(self._slots, self._initial, strict=True)}
+    def find_reshaped(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the buffers that a virtual rank has made or reshaped: the path, and shape and dtype before and now."""
         for module, path in self._owners.items():
             for name, buffer in module._buffers.items():
-                was = before.get((id(module._buffers), name))
-                if buffer is not None and (was is None or was.shape != buffer.shape or was.dtype != buffer.dtype):
-                    raise RuntimeError(
-                        "of a buffer the virtual ranks of an update have the mean, from the value with which all of them "
-                        f"begin, and a forward has made {f'{path}.{name}'.replace('..', '.')!r} of shape "
-                        f"{tuple(buffer.shape)}, which was {None if was is None else tuple(was.shape)}: register it with "
-                        "its shape in __init__, or call the model with a batch before the updater is made"
-                    )
+                before, now = self._layouts.get((id(module._buffers), name)), _layout_of(buffer)
+                if before != now:
+                    yield f"{path}.{name}".replace("..", "."), before, now
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -170,6 +159,10 @@ class RunningStatistics:
             assert total is not None
             change = total / rows if _is_averaged(buffer) else total
             buffer.copy_(torch.where(change == 0, _exact(initial), _exact(initial) + change))
+
+
+def _layout_of(buffer: Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
+    return None if buffer is None else (tuple(buffer.shape), buffer.dtype)
 
 
 def _is_averaged(buffer: Tensor) -> bool:
@@ -288,7 +281,6 @@ class ChangeWatch:
         self._generators = [item for path, root in roots.items() for item in _generators_in(path, root, seen, 0)]
 
     def begin(self) -> None:
-        """Begin an update."""
         self._refuse: Callable[[str], NoReturn] | None = None
         self._looks = self._unchecked > 0
         self._unchecked -= self._looks
@@ -357,17 +349,13 @@ class ChangeWatch:
                     )
 
     def _check_settings(self) -> None:
-        optimizers = self._scheme.optimizers.items()
-        settings = {
-            name: [
-                {**group, "lr": float(now.get("lr", 0))}
-                for group, now in zip(hyperparameters(optimizer), optimizer.param_groups, strict=True)
-            ]
-            for name, optimizer in optimizers
-        }
-        values = vars(self._scheme.updater)
-        steps = {f"{name}.last_epoch": item.last_epoch for name, item in values.items() if hasattr(item, "last_epoch")}
-        found = {**settings, **steps}
+        found: dict[str, Any] = {}
+        for name, optimizer in self._scheme.optimizers.items():
+            groups = zip(hyperparameters(optimizer), optimizer.param_groups, strict=True)
+            found[name] = [{**group, "lr": float(now.get("lr", 0))} for group, now in groups]
+        for name, value in vars(self._scheme.updater).items():
+            if hasattr(value, "last_epoch"):
+                found[f"{name}.last_epoch"] = value.last_epoch
         if self._settings is None:
             self._settings = found
         elif found != self._settings:
@@ -385,12 +373,8 @@ def _generators_in(path: str, value: Any, seen: dict[int, Any], depth: int) -> I
         if not any(value is generator for generator in _GLOBAL_GENERATORS):
             yield path, value
         return
-    if (
-        depth > _MAX_DEPTH
-        or len(seen) > _MAX_OBJECTS
-        or id(value) in seen
-        or isinstance(value, (type, ModuleType, Tensor, str, bytes))
-    ):
+    is_far = depth > _MAX_DEPTH or len(seen) > _MAX_OBJECTS
+    if is_far or id(value) in seen or isinstance(value, (type, ModuleType, Tensor, str, bytes)):
         return
     seen[id(value)] = value
     items: Iterable[tuple[Any, Any]] = getattr(value, "__dict__", {}).items()

@@ -104,13 +104,11 @@ class StandardUpdater(Updater):
         optimizer.step()                                         # update_on_finish
 
     To change what an update computes, subclass it and write ``update_core`` from `next_batch`, `autocast`, `backward` and
-    `step`: precision, gradient accumulation and communication stay as they are. With ``accumulate=k`` (gradient
-    accumulation), one update runs ``update_core`` k times, and ``step`` takes effect in the last of them, on the
-    gradients that were there at each call of it.
+    `step`: precision, gradient accumulation and communication stay as they are. With ``accumulate=k``, one update runs
+    ``update_core`` k times, and ``step`` takes effect in the last of them, on the gradients that were there at each call.
 
     An optimizer whose ``step`` needs a closure, such as ``torch.optim.LBFGS``, is given one that computes the loss of the
-    same batch, or of the same k micro-batches, each time it is called. The reported values are those of the first call in
-    an update: the loss before the step.
+    same micro-batches each time it is called. The reported values are those of the first call: the loss before the step.
 
     The micro-batches of an update, and those of other ranks, are averaged by weight: the number of examples, or what the
     loss returns as ``"weight"`` beside ``"loss"``. So k micro-batches of b examples are equivalent to one batch of k * b
@@ -119,9 +117,9 @@ class StandardUpdater(Updater):
 
     Args:
         iterator: the iterator that returns batches; a ``DataLoader`` or another iterable of batches is wrapped. Like
-            ``optimizer`` and ``model``, it is either a single object, which is called ``"main"``, or a mapping of several
-            by name. ``None`` if an update needs no data, for example to minimize a function: the model, or
-            ``loss_func(model)``, is then called without inputs, epochs stay at 0, and each update has weight 1 in a mean.
+            ``optimizer`` and ``model``, it is a single object, which is called ``"main"``, or a mapping of several by name.
+            ``None`` if an update needs no data: the model, or ``loss_func(model)``, is then called without inputs, epochs
+            stay at 0, and each update has weight 1 in a mean.
         optimizer: the optimizer of the models' parameters.
         model: the model; it is moved to ``device``. Called with a batch, it returns the loss, unless there is a
             ``loss_func``.
@@ -131,33 +129,29 @@ class StandardUpdater(Updater):
             is one (with several ranks, that of the rank), otherwise the CPU.
         loss_func: ``loss_func(model, *inputs)`` returns the loss, or a mapping that has ``"loss"``, all of whose scalars
             are reported under the model's name.
-        precision: the precision of the forward pass: ``"fp32"`` uses the dtypes of the model; ``"bf16"`` and ``"fp16"``
-            are mixed precision by autocast, ``"fp16"`` with a loss scaler.
+        precision: of the forward pass: ``"fp32"`` uses the dtypes of the model; ``"bf16"`` and ``"fp16"`` are mixed
+            precision by autocast, ``"fp16"`` with a loss scaler.
         accumulate: the number of micro-batches in an update (gradient accumulation). As an attribute it may be set between
             two updates, by an extension say, and holds from the next one on; so may ``accumulate_across_epochs``.
         callbacks: functions called around the stages of an update.
         comm: the communicator of the ranks that train together.
         compile: True to compile the loss, its gradients and the steps into one function with ``torch.compile``, captured
-            as a graph on an NVIDIA GPU; results are equal to float tolerance. An optimizer with ``fused=True`` steps with
-            its own kernel, outside of that function. With gradient accumulation, ranks, fp16, or callbacks other than
-            ``batch_on_finish``, only the loss and its gradients are compiled, and not captured; ranks then exchange
-            gradients after the backward. Compilation takes seconds before the first update, and before the first batch of
-            each other shape. Virtual ranks, closures, overridden stages, DDP, ``fully_shard`` and other sharded
-            parameters, a model that cannot be compiled, and any update with torch before 2.13 run uncompiled, and a
-            warning says why. An update that `dump_graph` or a `Profiler` observes, or that has callbacks between
-            forward and backward, runs uncompiled without a warning.
+            as a graph on an NVIDIA GPU; results are equal to float tolerance. Compilation takes seconds before the first
+            update, and before the first batch of each other shape. With gradient accumulation, ranks, fp16, or callbacks
+            other than ``batch_on_finish``, only the loss and its gradients are compiled, and not captured. Virtual ranks,
+            closures, overridden stages, DDP and sharded parameters, a model that cannot be compiled, and any update with
+            torch before 2.13 run uncompiled, and a warning says why.
         virtual_ranks: the number of parts in which each update is computed, for any number of ranks; they are summed in a
             fixed order, so that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to
             ``virtual_ranks`` ranks. Virtual rank v computes the rows ``batch[v::virtual_ranks]`` with its own random
             numbers and batch statistics, and runs ``update_core`` once; all are joined in `step`. If memory runs out
             in one, it is computed again to the same bits, at last with saved tensors on the host.
-        balance: how the virtual ranks are dealt to the ranks: ``"even"``, or by ``"speed"``, where devices are not equal: a
-            rank that takes a third of the time for a virtual rank computes three times as many. The time is that of forward
-            and backward, measured in one of eight updates; no bit of anything depends on it. Every rank computes at least
-            one, so that more virtual ranks balance better.
+        balance: how the virtual ranks are dealt to the ranks: ``"even"``, or by ``"speed"``, as measured in one of eight
+            updates, where devices are not equal. No bit depends on it. Every rank computes at least one, so that more
+            virtual ranks balance better.
         audit: the number of virtual ranks of each update, in turn, that are computed a second time, by another rank where
-            there is one, and whose gradients are compared bit for bit before an optimizer steps, so that a device that
-            computes wrong is found; ``0`` for none. See the page "Devices that compute wrong".
+            there is one, and whose gradients are compared bit for bit before an optimizer steps; ``0`` for none. See the
+            page "Devices that compute wrong".
         audit_policy: ``"correct"`` computes an update again in which they differ, uses what two ranks agree on, and warns;
             ``"stop"`` ends the run with a `CorruptionError`, which also ends it where it cannot be decided what is right.
         accumulate_across_epochs: False to end an update early when an epoch ends, with the micro-batches fetched so far,
@@ -318,7 +312,7 @@ class StandardUpdater(Updater):
             # Where ranks may be lost, nothing is exchanged after a step; snapshots compare the models too.
             scheme.unchecked = 0 if self.comm.survives else _CHECKED_UPDATES
         for model in scheme.models.values() if scheme.model_watch is not None and self.iteration == 0 else ():
-            warn_of_untied(self.comm, model)
+            warn_of_untied(model)
         with scheme.wrapped.preserved_hooks() if scheme.wrapped.parameters else nullcontext():
             if scheme.virtual is not None:
                 scheme.virtual.start()
@@ -540,11 +534,11 @@ class StandardUpdater(Updater):
         Its gradients can be read until the next backward or update, which clears them.
 
         A closure is the same as in PyTorch: it computes the loss, calls ``self.backward(loss)``, or ``loss.backward()``,
-        and returns the loss. The updater does the rest: before each call the optimizer's gradients are cleared; after it
-        they are exchanged between ranks, and the callbacks of communication and ``update_on_start`` run. With gradient
-        accumulation, each call runs the closures of all micro-batches. The optimizer gets the mean loss over
-        micro-batches and ranks, the same on every rank. Gradients of a `backward` before ``step`` are made final before
-        the optimizer steps, for methods that start from them. Values are reported in the first call only.
+        and returns the loss. Before each call the optimizer's gradients are cleared; after it they are exchanged between
+        ranks, and the callbacks of communication and ``update_on_start`` run. With gradient accumulation, each call runs
+        the closures of all micro-batches; the optimizer gets the mean loss over micro-batches and ranks. Gradients of a
+        `backward` before ``step`` are made final first, for methods that start from them. Values are reported in the first
+        call only.
 
         Args:
             name: the name of the optimizer.
