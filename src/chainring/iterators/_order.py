@@ -21,14 +21,7 @@ from chainring.datasets._batches import Batch
 from chainring.datasets.base import DatasetMixin
 from chainring.serializers.protocol import has_state
 
-_ATTRIBUTES = (
-    "sampler",
-    "batch_sampler",
-    "dataset",
-    "datasets",
-    "collate_fn",
-    "base_dataloader",
-)  # what a pass goes through
+_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "datasets", "collate_fn", "base_dataloader")  # of a pass
 _TRANSFORMS = ("transform", "target_transform", "transforms")
 _SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
 

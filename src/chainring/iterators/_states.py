@@ -72,11 +72,8 @@ def _takes(method: Any, *arguments: Any) -> bool:
 
 def counts_elsewhere(dataset: Any) -> bool:
     """Return whether it is a dataset of MosaicML Streaming, whose position is counted by its own loader alone."""
-    return {"num_samples", "from_beginning"} <= _parameters(getattr(dataset, "state_dict", None))
-
-
-def _parameters(method: Any) -> set[str]:
-    return {*inspect.signature(method).parameters} if inspect.ismethod(method) else set()
+    method = getattr(dataset, "state_dict", None)
+    return inspect.ismethod(method) and {"num_samples", "from_beginning"} <= {*inspect.signature(method).parameters}
 
 
 def at_start(state: Any) -> dict[str, Any]:

@@ -40,13 +40,12 @@ class _Saved(NamedTuple):
 class LoaderIterator(Iterator):
     """Wraps a source of batches, and counts epochs: a ``DataLoader``, a list of batches, a generator, or a function.
 
-    Batches are returned as they are, without being concatenated again; only a list (which ``default_collate`` returns)
-    becomes a tuple. The number of examples in a batch is the first dimension of its arrays, or the length of lists and
-    tuples within it that hold one item of each example; if these differ, let the model return a ``"weight"`` beside
-    ``"loss"``, or the loader return a `Batch`. The random numbers that the loader
-    draws in this process from Python's, NumPy's or torch's global generator come from a separate stream, a function of
-    the seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch. Worker processes start and end with
-    each pass, also those of ``persistent_workers=True``, so that the seed and the pass determine their generators.
+    Batches are returned as they are; only a list (which ``default_collate`` returns) becomes a tuple. The number of examples
+    in a batch is the first dimension of its arrays, or the length of lists and tuples within it that hold one item of each
+    example; if these differ, let the model return a ``"weight"`` beside ``"loss"``, or the loader return a `Batch`. What the
+    loader draws in this process from Python's, NumPy's or torch's global generator is a function of the seed (derived from
+    ``torch.initial_seed()`` and saved), the pass and the batch. Worker processes start and end with each pass, also those of
+    ``persistent_workers=True``, so that the seed and the pass determine their generators.
 
     A run resumes in the middle of an epoch through the loader's own state if there is one and it is complete: by
     ``state_dict``, by ``get_state`` of its iterators, as Grain's, or by ``save_state_rank``, as Megatron Energon's;
@@ -350,9 +349,8 @@ class LoaderIterator(Iterator):
 
     def _sizes(self) -> dict[str, int | None]:
         source = self._passes.source
-        if self.per_rank:
-            return {"examples": None, "batches": None, "epoch_length": self.epoch_length}
-        return {"examples": source.n_examples, "batches": source.length, "epoch_length": self.epoch_length}
+        examples, batches = (None, None) if self.per_rank else (source.n_examples, source.length)
+        return {"examples": examples, "batches": batches, "epoch_length": self.epoch_length}
 
     def _describe(self, serializer: AbstractSerializer) -> _Saved:
         """Return what is to be saved; of ranks with their own shares together."""

@@ -40,11 +40,6 @@ class Shares:
     than 1 - 1 / (2k - 2) examples before or behind its share. All numbers are integers, so that it is exact at any position.
     """
 
-    @staticmethod
-    @lru_cache(maxsize=8)
-    def of(weights: tuple[Fraction, ...]) -> Shares:
-        return Shares(weights)
-
     def __init__(self, weights: Sequence[Fraction]) -> None:
         scale = math.lcm(*(weight.denominator for weight in weights))
         counts = [int(weight * scale) for weight in weights]
@@ -87,6 +82,9 @@ class Shares:
             given[source] += 1
             release(source)
             yield source
+
+
+_shares_of = lru_cache(maxsize=8)(Shares)
 
 
 class Sources:
@@ -411,9 +409,9 @@ class MixtureIterator(MultiprocessIterator):
         least = 1 if self._function is not None else _FIRST_BLOCK if is_first else _BLOCK
         longest = -(-least // self.batch_size) * self.batch_size
         since = [count - before for count, before in zip(anchor.given, anchor.changed_at, strict=True)]
-        owners, count = Shares.of(anchor.weights).sources(since, longest), len(since)
+        owners, count = _shares_of(anchor.weights).sources(since, longest), len(since)
         rows_of = [np.flatnonzero(owners == source) for source in range(count)]
-        length, weights = longest, anchor.weights
+        length = longest
         ends = self.sources.ends(self._start)
         if not self.repeat:  # up to the first example that is not there
             left = [end - given for end, given in zip(ends, anchor.given, strict=True)]
@@ -421,15 +419,11 @@ class MixtureIterator(MultiprocessIterator):
         numbers, given = np.empty(longest, np.int64), []
         for source, rows in enumerate(rows_of):
             numbers[rows] = (anchor.given[source] + np.arange(len(rows))) * count + source
-            given.append(anchor.given[source] + int(np.searchsorted(rows, length)))
-        following = Anchor(anchor.position + length, tuple(given), anchor.changed_at, weights)
+            given.append(anchor.given[source] + int(rows.searchsorted(length)))
+        following = Anchor(anchor.position + length, tuple(given), anchor.changed_at, anchor.weights)
         if length < longest:
-            ended = [count == end for count, end in zip(given, ends, strict=True)]
-            nothing = Fraction(0)
-            weights = tuple(
-                nothing if has_ended or not self.drop_finished else weight
-                for has_ended, weight in zip(ended, weights, strict=True)
-            )
+            stays = [self.drop_finished and count < end for count, end in zip(given, ends, strict=True)]
+            weights = tuple(weight * goes_on for weight, goes_on in zip(anchor.weights, stays, strict=True))
             following = _changed(following, weights)
         block = Block(anchor, numbers[:length], following)
         self._blocks = [block, *self._blocks[:1]]
