@@ -290,14 +290,6 @@ def test_files_that_were_not_written_so_are_trouble_and_no_answer(base, tmp_path
         assert "Traceback" not in printed.err
 
 
-def test_a_log_without_the_ends_of_lines_is_refused_soon(base, tmp_path, capsys):
-    """Whose pieces would be put together again and again."""
-    shutil.copytree(base / "plain", tmp_path / "run")
-    (tmp_path / "run/log.jsonl").write_bytes(b"1" * (100 << 20))
-    assert main(["diff", str(base / "plain"), str(tmp_path / "run")]) == 2
-    assert "has a line of more than 67,108,864 bytes" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("number", [10**400, -(10**400), 10**308, 2**1024])
 def test_a_whole_number_beyond_floats_is_known_to_bisect_as_infinite(base, tmp_path, number):
     shutil.copytree(base / "plain", tmp_path / "run")

@@ -169,7 +169,17 @@ class Comparison:
 
 
 def compare_runs(a: FinishedRun, b: FinishedRun, *, with_snapshots: bool = True) -> Comparison:
-    """Compare what two runs have left, with a progress bar where large snapshots are read, unless they are left out."""
+    """Compare what two runs have left, with a progress bar where large snapshots are read, unless they are left out.
+
+    What is damaged is a `ValueError`: it says nothing about whether they differ.
+    """
+    try:
+        return _compare_files(a, b, with_snapshots)
+    except (CorruptError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _compare_files(a: FinishedRun, b: FinishedRun, with_snapshots: bool) -> Comparison:
     comparison = Comparison(_differing_settings(a, b), (a.last, b.last))
     not_compared = comparison.not_compared
     if without := [run.place for run in (a, b) if not run.record]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import operator
 import re
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from chainring._runs.finished import FinishedRun, read_rows, read_values, saved_trainers, start_in_force
+from chainring._checks import is_number
+from chainring._runs.finished import FinishedRun, read_values, saved_trainers, start_in_force
 from chainring.serializers._safetensors import read_header, to_tensor
 from chainring.serializers._store import SavedSnapshot
 from chainring.training._ledger import loss_value
-from chainring.training._run_directory import read_record
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt,
@@ -32,19 +32,15 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition:
         """Return the condition that a text is; raise a `ValueError` if it is none."""
-        match = _CONDITION.fullmatch(text)
-        try:
-            number = float(match[3]) if match else math.nan
-        except ValueError:
-            number = math.nan
-        if match is not None and (match[2], match[3].lower()) == ("==", "nan"):
-            return cls(match[1], ">", math.inf)  # which no finite value is
-        if match is None or math.isnan(number):
-            raise ValueError(
-                f'a condition is KEY <, <=, >, >= or == NUMBER, such as "main/loss > 10", got {text!r}; a value that is not '
-                "finite satisfies every one"
-            )
-        return cls(match[1], match[2], number)
+        if (match := _CONDITION.fullmatch(text)) is not None:
+            with suppress(ValueError):
+                number = float(match[3])
+                if match[2] == "==" or not math.isnan(number):  # == nan, as == inf, holds for what is not finite alone
+                    return cls(match[1], match[2], number)
+        raise ValueError(
+            f'a condition is KEY <, <=, >, >= or == NUMBER, such as "main/loss > 10", got {text!r}; a value that is not '
+            "finite satisfies every one"
+        )
 
     def holds(self, value: float | None) -> bool:
         return value is not None and (not math.isfinite(value) or _OPERATORS[self.operator](value, self.number))
@@ -83,30 +79,21 @@ class Evidence:
 
 def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
     """Return the values of a key in the recorder and the logs of a run, and its snapshots."""
-    record = read_record(run.directory)
-    begin = max(int(start_in_force(record, 0).get("iteration", 0)), 0)  # above 0 after another run
+    begin = start_in_force(run.record, 0).get("iteration", 0)  # above 0 after another run
     last = max((manifest.iteration for _, manifest in run.store.listing() if manifest is not None), default=0)
     evidence = Evidence(begin, last)
     # Rows that tell something else.
-    postprocessed = {name for start in record.get("starts", ()) for name in start.get("postprocessed", ())}
-    for name in run.log_names:
-        path, before = run.file(name), 0
-        if path is None:
-            continue
-        for row in read_rows(path):
-            iteration = None if row is None else row.get("iteration")
-            if row is None or not isinstance(iteration, int) or iteration < before:
-                continue  # a person has changed the line, or it goes back
-            evidence.last = max(evidence.last, iteration)
-            evidence.logged.update(row)
-            mean = None if name in postprocessed else row.get(key)
-            if isinstance(mean, int) and abs(mean) > sys.float_info.max:  # in JSON it may have any length
-                mean = math.copysign(math.inf, mean > 0 or -1)
-            if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
-                evidence.means.append((before, iteration, float(mean)))
-                if iteration == before + 1:
-                    evidence.values[iteration] = float(mean)
-            before = iteration
+    postprocessed = {name for start in run.record.get("starts", ()) for name in start.get("postprocessed", ())}
+    for name, rows in run.logs.items():
+        for row in rows:
+            evidence.last = max(evidence.last, row.iteration)
+            evidence.logged.update(row.values)
+            value = None if name in postprocessed else row.values.get(key)
+            if is_number(value) and row.iteration > 0:  # 0 is before the first
+                mean = float(str(value))  # an integer beyond floats becomes an infinity
+                evidence.means.append((row.after, row.iteration, mean))
+                if row.iteration == row.after + 1:
+                    evidence.values[row.iteration] = mean
     for saved, manifest, _ in saved_trainers(run.store) if looks_into_snapshots else ():
         if (value := _observed(saved, f"observation/{key}")) is not None:
             evidence.values[manifest.iteration] = value

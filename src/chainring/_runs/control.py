@@ -35,7 +35,7 @@ def control(run: str, *commands: str) -> str:
 
     A command is carried out between two iterations, in the same one on all ranks, within two seconds or an iteration; it is
     printed and recorded there, so that a resumed run and a replay do the same without it being said again. What the run has
-    not carried out when it ends waits until it is resumed. See "Change a running run" in the documents.
+    not carried out when it ends waits until it is resumed.
 
     ==============================  ==================================================================================
     command                         what it does

@@ -9,10 +9,11 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,10 @@ LOG = "log.jsonl"
 """The lines of the log of the default name."""
 
 _RECORDER = "recorder.bin"  # the default name
-_LARGEST_STATE = 1 << 30  # bytes of the values of a snapshot that are not tensors
 _SETTING = re.compile(r"updater/settings/.*|updater/iterator:[^/]*/(size|batch_size)")
 SPEEDS = {"Throughput": "throughput", "SystemMetrics": "system", "RankTimes": "rank_times"}
 """What reports times and speeds, with its default name."""
 
-_LONGEST_LINE = 1 << 26  # bytes
 _CHUNK = 1 << 20  # bytes read at once
 _TAIL = 256  # bytes by which a file that was cut back and written on is told from one that has grown
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
@@ -197,9 +196,9 @@ class FinishedRun:
             if (path := self.file(name)) is None:
                 continue
             logs[name], after = [], 0
-            for number, values in enumerate(read_rows(path), 1):
+            for number, values in enumerate(chain.from_iterable(RowReader(path).read()), 1):
                 iteration = None if values is None else values.get("iteration")
-                if values is None or type(iteration) is not int or not after <= iteration < 1 << 62:
+                if values is None or type(iteration) is not int or iteration < after:
                     raise ValueError(
                         f"{self.place.rstrip('/')}/{name}: line {number} is not a row that a log has after iteration "
                         f"{after}; the file is damaged"
@@ -334,8 +333,6 @@ def saved_trainers(store: Snapshots, latest: int | None = None) -> Iterator[tupl
 def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
     """Return the plain values in a snapshot by their paths, without reading its tensors."""
     file = snapshot.open(STATE, snapshot.read_manifest())
-    if file.size > _LARGEST_STATE:
-        raise ValueError(f"{file.path} is too large for the state of a snapshot")
     document = parse_strict(file.read_bytes())
     values = document.get("state") if isinstance(document, dict) else None
     if not isinstance(values, dict):
@@ -348,6 +345,22 @@ def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, An
     starts = [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
     before = [start for start in starts if start["iteration"] < iteration]
     return before[-1] if before else starts[0] if starts else {}
+
+
+def starts_between(record: Mapping[str, Any], after: int, until: int) -> list[Mapping[str, Any]]:
+    """Return the starts of a run that computed the iterations after one up to another, in their order."""
+    starts: list[Mapping[str, Any]] = []
+    while until > after and (start := start_in_force(record, until)):
+        starts.insert(0, start)
+        if start["iteration"] >= until:  # the earliest of those that are recorded
+            break
+        until = start["iteration"]
+    return starts
+
+
+def is_like_first(starts: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether all starts had the settings and arguments of the first, as one replay of them has."""
+    return not any(start.get("changed") or start.get("argv") != starts[0].get("argv") for start in starts[1:])
 
 
 # --- what lies at a path or an address ---
@@ -422,13 +435,11 @@ Rows = list[dict[str, Any] | None]
 """For each line the row, or ``None`` where it is not one: it was damaged, or changed by hand."""
 
 
-def read_rows(path: Path) -> Rows:
-    """Return the rows of a file; a last line without its end is being written, or was cut by a kill, and does not count."""
-    return [row for rows in RowReader(path).read() for row in rows]
-
-
 class RowReader:
-    """Reads the rows of a file of lines, such as ``log.jsonl``, and later what was appended to it since."""
+    """Reads the rows of a file of lines, such as ``log.jsonl``, and later what was appended to it since.
+
+    A last line without its end is being written, or was cut by a kill, and does not count.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -449,10 +460,6 @@ class RowReader:
             rest = b""
             while chunk := file.read(_CHUNK):
                 text, end, rest = (rest + chunk).rpartition(b"\n")
-                if len(rest) > _LONGEST_LINE:  # each of its pieces would be copied again and again
-                    raise ValueError(
-                        f"{self._path} has a line of more than {_LONGEST_LINE:,} bytes, as no log has; move it away"
-                    )
                 if end:
                     self._end += len(text) + 1
                     self._tail = (self._tail + text + end)[-_TAIL:]

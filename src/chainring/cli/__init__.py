@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -112,6 +113,9 @@ def _run(arguments: Sequence[str]) -> int:
         return _fail(1 if is_damage else 2, error)
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
+    except Exception:  # Python would end with 1, which says that something is damaged or differs
+        traceback.print_exc()
+        return 2
     return status or 0
 
 

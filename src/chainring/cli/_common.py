@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from chainring._files import to_json
+from chainring._files import is_url, to_json
 
 
 def help_formatter(prog: str) -> argparse.HelpFormatter:
@@ -44,6 +46,20 @@ def show(options: argparse.Namespace, facts: Mapping[str, Any], lines: Iterable[
     """Print lines, or with ``--json`` the facts, without NaN, which not every reader takes."""
     for line in [json.dumps(to_json(facts), indent=1, allow_nan=False)] if options.json else lines:
         print(line)
+
+
+def new_directory(given: str, run: Path) -> str:
+    """Return the path of a directory to be made, outside of that of a run; one that is there and empty is removed."""
+    path = Path(given)
+    if is_url(given):
+        raise ValueError(f"{given} is an address; give a new directory, and copy it there")
+    if path.resolve().is_relative_to(run):
+        raise ValueError(f"{given} lies in {run}, where nothing is changed; give another directory")
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+    if os.path.lexists(path):
+        raise FileExistsError(f"{given} is there already; give a new directory")
+    return os.path.realpath(path)
 
 
 @contextlib.contextmanager

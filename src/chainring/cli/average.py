@@ -21,10 +21,9 @@ Write the mean of the models of several snapshots, without their code: as one
 file, which serializers.load and every reader of safetensors take. Parameters
 and buffers of floating-point numbers are added in float64 and have the dtype
 of the last snapshot; all other buffers, such as counters, are those of the
-last. So are not estimated anew the running statistics of BatchNorm: see
-torch.optim.swa_utils.update_bn. Files that serializers.save has written for a
-model are taken in place of snapshots. NaN is refused, and infinities where
-not all have the same, as a mask has. What exists is not overwritten.
+last. The running statistics of BatchNorm are not estimated anew: see
+torch.optim.swa_utils.update_bn. NaN is refused, and infinities where not all
+have the same, as a mask has. What exists is not overwritten.
 
 examples:
   chainring average result/snapshot_iter_{8000,9000,10000} mean.safetensors
@@ -40,12 +39,10 @@ exit status:
 
 def add_to(commands: Any) -> None:
     parser = add_command(commands, "average", run, "write the mean of the models of snapshots", _HELP)
-    text = "a snapshot, a model's file, or the directory of a run, for its newest snapshot"
-    parser.add_argument("snapshots", nargs="+", metavar="SNAPSHOT", help=text)
+    parser.add_argument("snapshots", nargs="+", metavar="SNAPSHOT", help="a snapshot, a model's file, or a run (its newest)")
     parser.add_argument("place", metavar="PLACE", help="the file to write")
     parser.add_argument("--model", metavar="NAME", help="name of the model, where there are several (default: main)")
-    text = "a number for each snapshot, of which the mean is taken with these weights (default: all alike)"
-    parser.add_argument("--weights", nargs="+", type=float, metavar="W", help=text)
+    parser.add_argument("--weights", nargs="+", type=float, metavar="W", help="one of each snapshot (default: all alike)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -11,15 +11,7 @@ from typing import Any
 from chainring._messages import list_names, printable
 from chainring._runs.conditions import Condition, Evidence, collect
 from chainring.cli._common import add_command, show
-from chainring.cli.replay import (
-    RecordedRun,
-    add_run,
-    add_script,
-    batch_lines,
-    describe_replay,
-    indices_of,
-    iteration_number,
-)
+from chainring.cli.replay import RecordedRun, add_run, add_script, batch_lines, describe_replay, indices_of, iteration_number
 from chainring.testing.replay import NoReplay
 
 _MOST_SHOWN = 8  # parameters
@@ -30,11 +22,10 @@ examples of its batch, and which parameters were first not finite. A condition
 is KEY, one of < <= > >= ==, and a number; a value that is NaN or infinite
 satisfies every one.
 
-What extensions.Recorder or a log with a row for every iteration tells is not
-computed again: then a few iterations are replayed, from the nearest snapshot
-before. Otherwise all are, from the first that is not known. With --monotone
-only those after the last snapshot for which it does not hold: enough if it
-continues to hold once it does, as with NaN. Options come before SCRIPT.
+All iterations are replayed from the first whose value is not known, by
+extensions.Recorder or a log with a row for each. With --monotone only those
+after the last snapshot for which it does not hold: enough if it continues to
+hold once it does, as with NaN. Options come before SCRIPT.
 
 examples:
   chainring bisect result --bad "main/loss > 10" train.py
@@ -50,12 +41,8 @@ exit status:
 def add_to(commands: Any) -> None:
     parser = add_command(commands, "bisect", run, "the first iteration for which a value is bad, and its batch", _HELP)
     parser.add_argument("--bad", type=_condition, required=True, metavar="CONDITION", help='such as "main/loss > 10"')
-    parser.add_argument(
-        "--monotone", action="store_true", help="look only after the last snapshot for which it does not hold"
-    )
-    parser.add_argument(
-        "--to", type=iteration_number, metavar="K", help="the last iteration to look at (default: the last that is known)"
-    )
+    parser.add_argument("--monotone", action="store_true", help="look only after the last snapshot without it")
+    parser.add_argument("--to", type=iteration_number, metavar="K", help="the last iteration (default: the last known)")
     add_run(parser)
     add_script(parser)
 
@@ -167,8 +154,6 @@ def _lines(answer: Mapping[str, Any], replayed: Mapping[str, Any] | None, condit
             else f"were not finite in the state of iteration {iteration} already"
         )
         yield f"Parameters {were}: {list_names(list(map(printable, names)), _MOST_SHOWN)}"
-        if replayed["may_go_back"]:
-            yield "FailOnNonNumber then goes back to a snapshot, if there is one, and skips this step or ends the run"
     if count := answer["assumed"]:
         before = f"in the {count} iteration{'s' * (count != 1)} before {replayed['origin']['iteration'] + 1}"
         if replayed["origin"]["snapshot"] is None:  # and not the beginning either

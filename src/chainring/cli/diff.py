@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ from chainring._runs.comparison import CAUSES, Comparison, Difference, compare_r
 from chainring._runs.finished import FinishedRun
 from chainring.cli._common import add_command, show
 from chainring.cli.replay import RecordedRun
-from chainring.serializers._store import CorruptError
 from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart
 
 _MOST_SHOWN = 12
@@ -25,11 +23,7 @@ differ, and the loss, batch, generators or tensor that does; and the settings
 and versions that differ. What extensions.Recorder has recorded is compared
 for every iteration, otherwise rows of logs, of the same intervals, and
 snapshots of the same iterations, bit for bit. Times and speeds are left out.
-A run may have ended, been killed, or still be running, and either may be an
-address in an object store; nothing is changed there.
-
-Runs are the same if all is that both have: one that is longer, or has other
-settings that change nothing, is too. The output says what was compared.
+Runs are the same if all is that both have; the output says what was compared.
 
 With --script both are replayed from the nearest snapshots before they part,
 each with its own arguments, and the first module whose output differs is
@@ -57,22 +51,13 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.script is not None and not Path(options.script).is_file():  # also where it would not be needed
         raise FileNotFoundError(f"there is no script {options.script}")
-    try:
-        runs = FinishedRun.open(options.one), FinishedRun.open(options.other)
-        comparison = compare_runs(*runs)
-        replayed = None
-        if options.script is not None and not comparison.is_same:
-            replayed = _replay_both(options.script, comparison, runs)
-            if replayed.first is not None and (comparison.first is None or not comparison.first.is_exact):
-                comparison.differences.append(replayed.first)
-        show(options, facts_of(comparison, replayed), map(printable, lines_of(comparison, runs, replayed)))
-    except (CorruptError, RecursionError) as error:
-        raise ValueError(str(error)) from error  # 1 is the answer that they differ
-    except (OSError, ValueError):
-        raise
-    except Exception:
-        traceback.print_exc()
-        return 2
+    runs = FinishedRun.open(options.one), FinishedRun.open(options.other)
+    comparison, replayed = compare_runs(*runs), None
+    if options.script is not None and not comparison.is_same:
+        replayed = _replay_both(options.script, comparison, runs)
+        if replayed.first is not None and (comparison.first is None or not comparison.first.is_exact):
+            comparison.differences.append(replayed.first)
+    show(options, facts_of(comparison, replayed), map(printable, lines_of(comparison, runs, replayed)))
     return {True: 0, False: 1, None: 2}[comparison.is_same]
 
 

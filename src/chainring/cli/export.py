@@ -61,8 +61,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("place", metavar="PLACE", help="the file to write; for hf and dcp the directory")
     text = "name of the model, where there are several, or of the extension that averages it (default: main)"
     parser.add_argument("--model", metavar="NAME", help=text)
-    text = "default: that of the suffix of PLACE, torch for .pt and .pth, or safetensors"
-    parser.add_argument("--format", choices=("dcp", "hf", "safetensors", "torch"), help=text)
+    formats = ("dcp", "hf", "safetensors", "torch")
+    parser.add_argument("--format", choices=formats, help="default: torch for .pt and .pth, else safetensors")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -24,9 +24,8 @@ _MIN_WIDTH = 60
 _INSPECT = """
 Show what a snapshot holds: the iteration, the versions that wrote it, and
 each tensor with its dtype, shape and bytes; and which devices of the run have
-computed wrong, if audits found any. Only the manifest and the headers of the
-files are read, so a large snapshot takes no longer; `chainring verify` reads
-every byte.
+computed wrong, if audits found any. Only manifest and headers are read;
+`chainring verify` reads every byte.
 
 examples:
   chainring inspect result                  the newest snapshot of a run
@@ -56,13 +55,10 @@ exit status:
 
 
 def add_to(commands: Any) -> None:
-    purpose = "show what a snapshot holds: versions, tensors, shapes, bytes"
-    parser = add_command(commands, "inspect", _inspect, purpose, _INSPECT)
-    paths = "a snapshot, the directory of a run, for its newest snapshot, or the file of a model"
-    parser.add_argument("path", metavar="PATH", help=paths)
+    parser = add_command(commands, "inspect", _inspect, "show what a snapshot holds: versions, tensors, bytes", _INSPECT)
+    parser.add_argument("path", metavar="PATH", help="a snapshot, a run, for its newest snapshot, or the file of a model")
     parser = add_command(commands, "verify", _verify, "compare every byte of saved files with their checksums", _VERIFY)
-    paths = "a snapshot, the directory of a run, for all of its snapshots, or the file of a model"
-    parser.add_argument("path", metavar="PATH", help=paths)
+    parser.add_argument("path", metavar="PATH", help="a snapshot, a run, for all of its snapshots, or the file of a model")
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -89,7 +85,7 @@ def _inspect(options: argparse.Namespace) -> None:
         "versions": versions if isinstance(versions, dict) else {},
         "code": code,
         "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about},
-        "faults": FinishedRun(saved.path.rpartition("/")[0] or ".").faults(),
+        "faults": [],
         "bytes": sum(size for size, _ in manifest.files.values()),
         "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
         "tensors": [tensor for file in files for tensor in _tensors_of(file)],
@@ -98,7 +94,8 @@ def _inspect(options: argparse.Namespace) -> None:
     from chainring.training._control import describe_entry  # which few runs need
 
     with suppress(OSError, ValueError):  # it was saved elsewhere than in a run
-        commands = FinishedRun(split(saved.path)[0]).record.get("commands", ())
+        run = FinishedRun(split(saved.path)[0])
+        about["faults"], commands = run.faults(), run.record.get("commands", ())
         done = [entry for entry in commands if "refused" not in entry and entry["iteration"] <= manifest.iteration]
         about["commands"] = done
     epoch = f", epoch {about['epoch']}" if about["epoch"] else ""

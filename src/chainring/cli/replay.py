@@ -5,29 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from chainring._files import is_url
 from chainring._messages import printable
-from chainring._runs.finished import FinishedRun, start_in_force
-from chainring.cli._common import add_command, ended_by_sigterm, show
+from chainring._runs.finished import FinishedRun, is_like_first, start_in_force, starts_between
+from chainring.cli._common import add_command, ended_by_sigterm, new_directory, show
 from chainring.testing._replay_process import replay_script
 from chainring.testing.replay import UNCHECKED, NoReplay
-from chainring.training._run_directory import read_record
 
 _REPLAY = """
 Repeat a run from its nearest snapshot up to any iteration, bit for bit, with
-the script that trained it: what the run had there, also if no snapshot was
-taken. The run may have ended, been killed, or still be running; nothing is
-changed in its directory, and no rows go to services such as W&B. Where
-extensions.Recorder has recorded the run, each iteration is compared with it,
-and a state of which `chainring thin` has left digests with these. The script
-ends with its trainer's run. Options come before SCRIPT.
+the script that trained it. The run may have ended, been killed, or still be
+running; nothing is changed in its directory, and no rows go to services such
+as W&B. What extensions.Recorder has recorded is compared, and a state of which
+`chainring thin` has left digests with these. The script ends with its trainer's
+run. Options come before SCRIPT.
 
 examples:
   chainring replay result --to 48123 train.py
@@ -62,9 +57,8 @@ exit status:
 
 def add_to(commands: Any) -> None:
     parser = add_command(commands, "replay", _replay, "the state of a run at any iteration, repeated bit for bit", _REPLAY)
-    parser.add_argument(
-        "--to", type=iteration_number, required=True, metavar="K", help="the iteration; 0 is the state before the first"
-    )
+    text = "the iteration; 0 is the state before the first"
+    parser.add_argument("--to", type=iteration_number, required=True, metavar="K", help=text)
     parser.add_argument("--save", metavar="DIR", help="save the state as a snapshot in this directory, new or empty")
     add_run(parser)
     add_script(parser)
@@ -76,15 +70,13 @@ def add_to(commands: Any) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    text = "the directory or address of the run (its out); nothing is changed there"
-    parser.add_argument("run_directory", metavar="RUN", help=text)
+    parser.add_argument("run_directory", metavar="RUN", help="the directory or address of a run (its out); it is only read")
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
     """Add the script and its arguments, which come last."""
     parser.add_argument("script", metavar="SCRIPT", help="the script that trained it")
-    text = "its arguments (default: those in run.json)"
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help=text)
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its own (default: those in run.json)")
 
 
 def iteration_number(text: str) -> int:
@@ -96,17 +88,8 @@ def iteration_number(text: str) -> int:
 def _replay(options: argparse.Namespace) -> int:
     recorded = RecordedRun(options.run_directory, options.script, options.arguments)
     save = options.save
-    if save is not None:
-        path = Path(save)
-        if is_url(save):
-            raise ValueError(f"{save} is an address; save in a new directory, and copy it there")
-        if path.resolve().is_relative_to(recorded.directory):
-            raise ValueError(f"{save} lies in {recorded.directory}, where a replay changes nothing; save elsewhere")
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
-        if path.exists() or path.is_symlink():
-            raise FileExistsError(f"{save} is there already; give a new directory")
-    replayed = recorded.replay(options.to, latest=options.to, save=save and os.path.abspath(save), checks_last=True)
+    path = save and new_directory(save, recorded.directory)
+    replayed = recorded.replay(options.to, latest=options.to, save=path, checks_last=True)
     differs = replayed["same"] is False
     if differs and save is not None:
         shutil.rmtree(save)
@@ -161,7 +144,7 @@ class RecordedRun:
         self.directory = self.run.directory  # of a run in an object store a copy of what is needed of it
         self.replays = 0
         self._script, self._given = script, arguments
-        self._record = read_record(self.directory)
+        self._record = self.run.record
 
     def replay(self, until: int, *, latest: int, checks_last: bool = False, **settings: Any) -> dict[str, Any]:
         """Replay with the arguments with which the run computed an iteration; see `replay_script`.
@@ -192,14 +175,8 @@ class RecordedRun:
             )
         if comparison is not None and comparison["unchecked"] is not None and "capture" not in settings:
             replayed["notes"].append(f"Not checked: {UNCHECKED.format(comparison['unchecked'])}")
-        starts: list[Mapping[str, Any]] = []  # that computed the iterations, in their order
-        iteration = until
-        while iteration > origin["iteration"] and (start := start_in_force(self._record, iteration)):
-            starts.insert(0, start)
-            if start["iteration"] >= iteration:
-                break
-            iteration = start["iteration"]
-        if any(start.get("changed") or start.get("argv") != starts[0].get("argv") for start in starts[1:]):
+        starts = starts_between(self._record, origin["iteration"], until)
+        if not is_like_first(starts):
             places = ", ".join(str(start["iteration"]) for start in starts[1:])
             text = f"The run was started again in between, at iteration {places}, with other settings or arguments"
             replayed["notes"].append(text)

@@ -21,16 +21,12 @@ _PORT = 8642
 _MOST_COMPARED = 6  # runs of which it is looked up where each parts from the first
 
 _HELP = """
-Write one HTML file that shows a run: the curves of its log, the rows, images,
-texts and histograms, CPU, GPU and memory, the settings and their changes at
-each resume, the plan of extensions, the time by phase, parameters, the graph,
-and snapshots with their state. Of several runs the curves are laid over one
-another, beside a table of the settings that differ, and a line marks where
-runs part. The file needs no network, no other file, and not the code that
-trained. A run may still be running: write the page again to see more.
-Long curves are drawn with some thousand points. Of a run in an object store
-the page is written into the current directory; its snapshots are read there,
-and not copied.
+Write one HTML file that shows a run: curves, rows, images and texts, memory,
+settings and their changes at each resume, the plan of extensions, the time by
+phase, parameters, the graph and snapshots. Of several runs the curves are laid
+over one another, and a line marks where they part. The file needs no network,
+no other file, and not the code that trained. A run may still be running: write
+the page again to see more.
 
 With --watch nothing is written: the page is served to browsers on this
 machine, at 127.0.0.1, and follows runs that are running, until Ctrl-C.
@@ -52,15 +48,13 @@ exit status:
 def add_to(commands: Any) -> None:
     purpose = "write a page of one or more runs: curves, log, settings, times, in one HTML file"
     parser = add_command(commands, "report", run, purpose, _HELP)
-    text = "the directory or the address of a run (its out), or a directory of runs"
-    parser.add_argument("runs", metavar="RUN", nargs="+", help=text)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run: its directory or address; or a directory of runs")
     text = "the file to write (default: RUN/report.html; of several runs, or one at an address, report.html)"
     parser.add_argument("--out", metavar="FILE", help=text)
     text = "compare only names and sizes of the snapshots' files, without reading every byte (about 1 s per gigabyte)"
     parser.add_argument("--no-verify", action="store_true", help=text)
     parser.add_argument("--watch", action="store_true", help="serve the page on this machine and follow the runs")
-    text = f"with --watch, the port (default: {_PORT}); 0 takes one that is free"
-    parser.add_argument("--port", metavar="N", type=int, help=text)
+    parser.add_argument("--port", metavar="N", type=int, help=f"of --watch (default: {_PORT}); 0 takes one that is free")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -118,7 +112,7 @@ def _partings(places: Sequence[str]) -> list[Parting]:
 def _parting(places: Sequence[str], index: int, pair: str) -> Parting:
     try:
         comparison = compare_runs(FinishedRun.open(places[0]), FinishedRun.open(places[index]), with_snapshots=False)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return Parting(index, None, f"Where {pair} part is not known: {error}")
     first, until = comparison.first, comparison.same_until
     if first is None:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chainring import _environment
-from chainring._files import is_url
 from chainring._messages import list_names, printable
 from chainring._runs.comparison import Comparison, compare_runs
 from chainring._runs.finished import FinishedRun, start_in_force
-from chainring.cli._common import add_command, ended_by_sigterm, show
+from chainring.cli._common import add_command, ended_by_sigterm, new_directory, show
 from chainring.cli.diff import facts_of, lines_of
 from chainring.cli.replay import add_run
-from chainring.serializers._store import CorruptError
 from chainring.testing._processes import failure_of, run
 from chainring.testing._reproduced_run import Reproduction
 from chainring.testing._workspace import Workspace, ranks_to_start
@@ -50,9 +48,7 @@ exit status:
 
 def add_to(commands: Any) -> None:
     parser = add_command(commands, "reproduce", reproduce, "the whole run once more, from its record: the same bits?", _HELP)
-    parser.add_argument(
-        "--here", action="store_true", help="use this environment, and say what differs from that of the run"
-    )
+    parser.add_argument("--here", action="store_true", help="use this environment, and say what differs from the run's")
     parser.add_argument("--out", metavar="DIR", help="keep the new run in this directory, new or empty")
     add_run(parser)
 
@@ -84,10 +80,7 @@ def reproduce(options: argparse.Namespace) -> int:
         with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
             end, notes = _make_again(recorded, needed, directory, out, options.here)
         made = FinishedRun.open(out)
-        try:
-            comparison = compare_runs(recorded, made)
-        except (CorruptError, RecursionError) as error:
-            raise ValueError(str(error)) from error
+        comparison = compare_runs(recorded, made)
         comparison.settings.pop("argv", None)
         status, answer = _judge(comparison, made, end, recorded.last)
         is_kept = is_kept or status == 1
@@ -105,14 +98,7 @@ def reproduce(options: argparse.Namespace) -> int:
 def _new_out(given: str | None, run_directory: Path) -> str:
     if given is None:
         return os.path.join(os.path.realpath(tempfile.mkdtemp(prefix="chainring-again-")), "result")
-    path = Path(given)
-    if is_url(given):
-        raise ValueError(f"{given} is an address; give a new directory, and copy it there")
-    if path.resolve().is_relative_to(run_directory):
-        raise ValueError(f"{given} lies in {run_directory}, where nothing is changed; give another directory")
-    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"{given} is there already; give a new directory")
-    return os.path.realpath(path)
+    return new_directory(given, run_directory)
 
 
 def _make_again(

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from chainring._files import DirectoryLock
 from chainring._messages import list_names, printable
 from chainring._runs.comparison import differing_digests, digests_of
-from chainring._runs.finished import FinishedRun, saved_trainers, start_in_force
+from chainring._runs.finished import FinishedRun, is_like_first, saved_trainers, starts_between
 from chainring.cli._common import add_command, show
 from chainring.cli.replay import RecordedRun
 from chainring.serializers._store import THINNED, CorruptError, SavedSnapshot, Thinned, find_snapshot
@@ -27,9 +27,9 @@ _HELP = """
 Free the disk of snapshots that can be made again. Of those that were taken at
 intervals, one in each --every stays; the others keep digests of what they had:
 `chainring replay` makes any of them again, and compares it with the digests.
-It begins at the snapshot before. So these stay too: the first and the newest,
-links and what they lead to, those with a fixed name, and what a replay may not
-make again: after a start with other settings, of several ranks, not bit-exact.
+These stay too: the first and the newest, links and what they lead to, those
+with a fixed name, and what a replay may not make again: after a start with
+other settings, of several ranks, not bit-exact.
 
 examples:
   chainring thin result --every "10 epoch" --dry-run           what would go
@@ -44,7 +44,7 @@ exit status:
 
 def add_to(commands: Any) -> None:
     parser = add_command(commands, "thin", run, "free the disk of snapshots that a replay makes again", _HELP)
-    text = 'the interval in which one stays, such as "10 epoch" or "1000 iteration"'
+    text = 'the interval in which one stays, such as "10 epoch"'
     parser.add_argument("--every", type=_every, required=True, metavar="INTERVAL", help=text)
     parser.add_argument("--dry-run", action="store_true", help="only say what would go, and how many bytes; change nothing")
     text = "first make one of them again with the script that trained it; if it is another, nothing goes"
@@ -118,27 +118,25 @@ def _choose(run: FinishedRun, count: int, unit: str, *, reads_content: bool) -> 
     for saved, manifest, ranks in trainers:
         about, choice = manifest.about, _Choice(saved, sum(size for size, _ in manifest.files.values()))
         inexact = f"it is of {ranks} ranks, and a replay is of one" if ranks > 1 else about.get("not bit-exact")
+        reason = ""
         if inexact is not None:
-            interval = -1
-            yield replace(choice, reason=f"a replay may not make it again: {inexact}")
-            continue
-        if "values" in about:
-            yield replace(choice, reason="it is kept as one of the best")
-            continue
-        if saved.name in leading:
-            yield replace(choice, reason=f"{leading[saved.name]} is a link to it")
-            continue
-        if manifest.name != saved.name or "series" not in about or "{" not in (about["series"] or "{"):
-            yield replace(choice, reason="its name is fixed, or a person has put it there")
-            continue
-        if newest[about["series"]] == saved.name:
-            yield replace(choice, reason="it is the newest")
+            interval, reason = -1, f"a replay may not make it again: {inexact}"
+        elif "values" in about:
+            reason = "it is kept as one of the best"
+        elif saved.name in leading:
+            reason = f"{leading[saved.name]} is a link to it"
+        elif manifest.name != saved.name or "series" not in about or "{" not in (about["series"] or "{"):
+            reason = "its name is fixed, or a person has put it there"
+        elif newest[about["series"]] == saved.name:
+            reason = "it is the newest"
+        if reason:
+            yield replace(choice, reason=reason)
             continue
         position = about.get("epoch") if unit == "epoch" else manifest.iteration
         if type(position) is not int:
             raise ValueError(f'{saved} does not tell its epoch; give an interval such as --every "1000 iteration"')
         is_next = position // count != interval
-        if not is_next and _has_same_settings(run.record, origin, manifest.iteration):
+        if not is_next and is_like_first(starts_between(run.record, origin, manifest.iteration)):
             yield replace(choice, origin=origin, iteration=manifest.iteration)
             continue
         try:
@@ -155,13 +153,6 @@ def _choose(run: FinishedRun, count: int, unit: str, *, reads_content: bool) -> 
             continue
         except CorruptError as error:
             yield _Choice(run.store.snapshot(name), 0, reason=str(error), is_damaged=True)
-
-
-def _has_same_settings(record: Mapping[str, Any], after: int, until: int) -> bool:
-    """Return whether all starts that computed the iterations from one to another had the same settings and arguments."""
-    first = start_in_force(record, after + 1).get("argv")
-    starts = [start for start in record["starts"] if after < start.get("iteration", 0) < until]
-    return not any(start.get("changed") or start.get("argv") != first for start in starts)
 
 
 def _try(options: argparse.Namespace, choice: _Choice, digests: Mapping[str, str]) -> str | None:

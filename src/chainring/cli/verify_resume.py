@@ -14,15 +14,12 @@ from chainring.testing.verify_resume import NotTried, verify_program
 _HELP = """
 Run a script that trains with one Trainer several times in fresh processes:
 twice uninterrupted, and once killed by SIGKILL and resumed again and again:
-within an epoch, right after the end of one, right after an evaluation, in
-each phase of the run, and shortly before its end, some iterations after a
-snapshot. Every iteration, the state at the end, the
-rows of the logs and the other files that it writes are compared bit for bit,
-without times; the first difference is printed with its possible causes, and
-in any case what it changes and does not save. The trainer gets an out of its
-own, and the script ends with its run. A script that seeds nothing is given
-the same draws until it is killed. Options come before SCRIPT; arguments
-after it are passed to the script.
+within an epoch, after the end of one, after an evaluation, in each phase of
+the run, and before its end, some iterations after a snapshot. Each iteration,
+the state at the end, the logs and other files are compared bit for bit, without
+times; the first difference is printed with its possible causes, and in any case
+what is changed and not saved. The trainer gets an out of its own, and the script
+ends with its run. Options come before SCRIPT; arguments after it are its own.
 
 examples:
   chainring verify-resume train.py
@@ -40,14 +37,12 @@ _STATUS = {"exact": 0, "differs": 1, "inconclusive": 3}
 def add_to(commands: Any) -> None:
     purpose = "compare a script, killed and resumed, with its uninterrupted run"
     parser = add_command(commands, "verify-resume", run, purpose, _HELP)
-    text = "iterations of the uninterrupted run (default: to its end, as far as --seconds go)"
-    parser.add_argument("--iterations", type=int, metavar="N", help=text)
+    parser.add_argument("--iterations", type=int, metavar="N", help="length of a run (default: its own, up to --seconds)")
     text = "seconds that the uninterrupted run trains at most; all takes some three times as long (default: 20)"
     parser.add_argument("--seconds", type=float, metavar="S", help=text)
     text = "iterations until a kill, in place of those; may be given several times"
     parser.add_argument("--kill-after", type=int, action="append", metavar="K", help=text)
-    text = "for each process (default: %(default)s)"
-    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help=text)
+    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help="of each process (default: 120)")
     parser.add_argument("--keep", metavar="DIR", help="keep the files of the runs in this directory, new or empty")
     parser.add_argument("script", metavar="SCRIPT", help="the script to run")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")

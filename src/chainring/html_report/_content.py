@@ -22,7 +22,7 @@ import numpy as np
 
 from chainring._version import __version__
 from chainring.html_report._log import MAX_POINTS, Column, Curves, curves_of, script_data
-from chainring.html_report._run import DAMAGED, Run, Series, as_mapping
+from chainring.html_report._run import DAMAGED, Run, Series, as_mapping, shape_of
 from chainring.serializers._store import Place
 from chainring.training._settings import Settings
 from chainring.training.triggers.best_value import mode_of_key
@@ -414,8 +414,7 @@ def _fold(settings: Mapping[str, Any]) -> dict[str, Any]:
         if (match := _SHAPE.match(path)) is None:
             folded[path] = value
         else:
-            sizes = re.fullmatch(r"\d{1,15}(x\d{1,15})*", str(value))
-            folded[match[1]] = folded.get(match[1], 0) + (math.prod(map(int, sizes[0].split("x"))) if sizes else 1)
+            folded[match[1]] = folded.get(match[1], 0) + math.prod(shape_of(value) or ())
     return folded
 
 

@@ -65,21 +65,20 @@ class LogFile:
             rows = [row for row in lines if row is not None]
             self._unreadable += len(lines) - len(rows)
             self._rows.extend(rows)
-            alike: dict[tuple[str, ...], list[int]] = {}  # mostly all, which are turned into arrays together
-            for index, row in enumerate(rows):
-                alike.setdefault(tuple(row), []).append(index)
-            for row_keys, indices in alike.items():
-                at = np.array(indices) + self._count
-                for key in row_keys:
-                    self._keys.setdefault(key)
-                    if (column := _numbers(at, [rows[index][key] for index in indices])) is not None:
-                        self._columns.setdefault(key, []).append(column)
+            cells: dict[str, tuple[list[int], list[Any]]] = {}  # by key the indices of the rows that have it, and the values
+            for index, row in enumerate(rows, self._count):
+                for key, value in row.items():
+                    at, values = cells.setdefault(key, ([], []))
+                    at.append(index)
+                    values.append(value)
+            for key, (at, values) in cells.items():
+                self._keys.setdefault(key)
+                if (column := _numbers(np.array(at), values)) is not None:
+                    self._columns.setdefault(key, []).append(column)
             self._count += len(rows)
         for columns in self._columns.values():
-            if len(columns) > 1:
-                at = np.concatenate([column.rows for column in columns])
-                order = np.argsort(at, kind="stable")
-                columns[:] = [Column(at[order], np.concatenate([column.values for column in columns])[order])]
+            all_rows = np.concatenate([column.rows for column in columns])
+            columns[:] = [Column(all_rows, np.concatenate([column.values for column in columns]))]
         keys = [*(key for key in COUNTERS if key in self._keys), *(key for key in self._keys if key not in COUNTERS)]
         columns_by_key = {key: column for key, (column,) in self._columns.items()}
         return Log(self._name, self._count, keys, columns_by_key, list(self._rows), self._unreadable)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from chainring._files import from_json, is_url, read_regular
 from chainring._places.base import RemoteError
@@ -82,10 +82,7 @@ class Run:
         models = []
         for name, content in as_mapping(self.record.get("models")).items():
             if isinstance(content, dict):
-                shapes: dict[str, tuple[int, ...] | None] = {}
-                for path, text in as_mapping(content.get("parameters")).items():
-                    is_shape = isinstance(text, str) and re.fullmatch(r"\d{1,15}(x\d{1,15}){0,20}", text)
-                    shapes[path] = tuple(map(int, text.split("x"))) if is_shape else () if text == "scalar" else None
+                shapes = {path: shape_of(text) for path, text in as_mapping(content.get("parameters")).items()}
                 frozen = content.get("frozen")
                 names = [path for path in frozen if isinstance(path, str)] if isinstance(frozen, list) else []
                 models.append(Model(name, str(content.get("class", "")), shapes, frozenset(names)))
@@ -95,6 +92,12 @@ class Run:
 def as_mapping(content: Any) -> dict[str, Any]:
     """Return a mapping as it is, and anything else as an empty one."""
     return content if isinstance(content, dict) else {}
+
+
+def shape_of(text: object) -> tuple[int, ...] | None:
+    """Return the shape of a parameter that stands in a record, such as ``"8x4"``; ``None`` if it is not known."""
+    is_shape = isinstance(text, str) and re.fullmatch(r"\d{1,15}(x\d{1,15}){0,20}", text)
+    return tuple(map(int, str(text).split("x"))) if is_shape else () if text == "scalar" else None
 
 
 def runs_in(places: Sequence[Place]) -> tuple[list[Place], list[Place]]:
@@ -235,10 +238,13 @@ class Profile:
 def _read_profile(source: FinishedRun) -> Profile | None:
     content = _read_object(source, "profile.json")
     iterations, seconds = content.get("iterations"), content.get("seconds")
-    if type(iterations) is not int or not 0 < iterations < 1 << 60 or not isinstance(seconds, dict):
+    if not _is_count(iterations) or not iterations or not isinstance(seconds, dict):
         return None
-    known = {name: value for name, value in seconds.items() if type(value) in (int, float) and 0 < value < 1e12}
-    return Profile(iterations, known)
+    return Profile(iterations, _known_seconds(seconds))
+
+
+def _known_seconds(content: Any) -> dict[str, float]:
+    return {name: value for name, value in as_mapping(content).items() if type(value) in (int, float) and 0 < value < 1e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +263,9 @@ class RankSeconds:
 def _read_rank_seconds(source: FinishedRun) -> RankSeconds | None:
     content = _read_object(source, "rank_times.json")
     iteration, ranks = content.get("iteration"), content.get("ranks")
-    if type(iteration) is not int or not 0 <= iteration < 1 << 60 or not isinstance(ranks, list):
+    if not _is_count(iteration) or not isinstance(ranks, list):
         return None
-    known = [
-        {name: value for name, value in as_mapping(stages).items() if type(value) in (int, float) and 0 < value < 1e12}
-        for stages in ranks
-    ]
+    known = [_known_seconds(stages) for stages in ranks]
     return RankSeconds(iteration, known) if any(known) else None
 
 
@@ -393,5 +396,5 @@ def _shown(iteration: Any, item: Any) -> Shown | None:
     return None
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 60

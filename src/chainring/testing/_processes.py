@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,15 +99,21 @@ def script_starter(module: str, script: str, arguments: Sequence[str], runs: Ite
         raise FileNotFoundError(f"there is no script {script}")
     place, copies, arguments = _protect({os.path.realpath(run) for run in runs}, arguments)
     script = os.path.abspath(script) if place else script
+    return command_starter([sys.executable, "-m", module], [script, *arguments], os.environ, place=place, copies=copies)
+
+
+def command_starter(
+    command: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str], /, **settings: Any
+) -> Start:
+    """Return a function that starts a command with a task as JSON, which has these settings besides, and arguments."""
 
     def start(task: ProcessTask) -> tuple[int, Poll]:
-        text = json.dumps(asdict(replace(task, place=place, copies=copies)))
-        command = [sys.executable, "-m", module, text, script, *arguments]
-        environment = {**os.environ, MARK: task.mark}
+        text = json.dumps(asdict(replace(task, **settings)))
         with open(task.path("output"), "ab") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-            )
+                [*command, text, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                env={**environment, MARK: task.mark}, start_new_session=True,
+            )  # fmt: skip
         return process.pid, process.poll
 
     return start
@@ -251,11 +257,15 @@ def failure_of(task: ProcessTask, code: int, summary: str) -> str:
 # --- in the started process ---
 
 
-def call_make_trainer(make_trainer: Callable[..., Any], out: str) -> Any:
+def call_make_trainer(make_trainer: Callable[..., Any], out: str) -> Trainer:
     """Call ``make_trainer`` with the ``out`` that the trainer is to use, or without, if it takes none."""
     if "out" in inspect.signature(make_trainer).parameters:
-        return make_trainer(out=out)
-    return make_trainer() if find_call_error(make_trainer) is None else make_trainer(out)
+        trainer = make_trainer(out=out)
+    else:
+        trainer = make_trainer() if find_call_error(make_trainer) is None else make_trainer(out)
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
+    return trainer
 
 
 class _RunEnded(BaseException):

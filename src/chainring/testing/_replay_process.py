@@ -32,6 +32,7 @@ from chainring.testing.replay import (
     ExampleLosses,
     NoReplay,
     Replay,
+    ReplaySettings,
     Watch,
     compare_with_record,
     compare_with_thinned,
@@ -42,18 +43,13 @@ from chainring.training.trainer import Trainer
 _SECONDS = 0.1  # between two notes of where a replay is
 
 
-@dataclass(frozen=True)
-class ReplayTask(ProcessTask):
-    """A replay in a process of its own; what is not told here is as for `Replay`."""
+@dataclass(frozen=True, kw_only=True)
+class ReplayTask(ReplaySettings, ProcessTask):
+    """A replay in a process of its own."""
 
     source: str  # the directory of the run
-    latest: int
-    until: int
-    goes_on: bool = False
     condition: Any = None  # that ends it; where the task was read, its attributes
     save: str | None = None  # where the state is saved at the end
-    needs_same_bits: bool = True
-    checks_last: bool = False
     threads: int | None = None  # of torch
     capture: tuple[int, int, bool] | None = None  # the first and last iteration to take down, and whether in detail
     losses: bool = False  # computes that of each example of the last iteration
@@ -86,22 +82,20 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
         nonlocal due
         if (now := time.monotonic()) >= due:
             due = now + _SECONDS
-            task.path("position").write_text(str(iteration))
+            task.path("position").write_text(f"{origin.iteration} {iteration}")
         if capture is not None:
             capture.look(iteration)
 
     try:
         replaying = Replay(
-            trainer, Path(task.source), Path(task.directory), latest=task.latest, until=task.until, goes_on=task.goes_on,
-            watch=watch, at_end=functools.partial(_describe, task, facts), on_iteration=on_iteration,
-            needs_same_bits=task.needs_same_bits, checks_last=task.checks_last,
+            trainer, Path(task.source), Path(task.directory), task, watch=watch,
+            at_end=functools.partial(_describe, task, facts), on_iteration=on_iteration,
         )  # fmt: skip
         origin = replaying.origin
         losses = ExampleLosses(trainer.updater, task.until) if task.losses else None
         if losses is not None:
             trainer.watch(losses)
-        facts["origin"] = {**asdict(origin), "snapshot": origin.snapshot and origin.snapshot.name}
-        task.path("origin").write_text(str(origin.iteration))
+        facts["origin"] = asdict(origin)
         replaying.run(run_trainer)
         facts["losses"] = losses and losses.result()
     except NoReplay as error:
@@ -116,7 +110,6 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
         "iteration": reached,
         "batches": replaying.last_batches,
         "captured": capture and capture.steps,
-        "may_go_back": replaying.may_go_back,
         "match": watch.match,
         "not_finite": watch.not_finite,
         "seen": sorted(watch.seen),
@@ -152,19 +145,17 @@ def replay_script(run_directory: Path, script: str, arguments: Sequence[str], **
         bar: Any = tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr, disable=None)
 
         def show() -> None:
-            begin, position = "".join(task.lines("origin")), "".join(task.lines("position"))
-            if begin.isdigit() and position.isdigit():
-                bar.total = task.until - int(begin)
-                if (count := int(position) - int(begin)) != bar.n:
-                    bar.update(count - bar.n)
+            if len(position := "".join(task.lines("position")).split()) == 2:
+                begin, iteration = map(int, position)
+                bar.total = task.until - begin
+                bar.update(iteration - begin - bar.n)
 
         with bar:
             code = run(start, task, show)
-            if task.path("result").exists():
-                bar.total = bar.n = int(task.read("result")["iteration"]) - int("".join(task.lines("origin")))
-        if not task.path("result").exists():
-            raise NoReplay(failure_of(task, code, "the script failed in the replay"))
-        facts: dict[str, Any] = from_json(task.read("result"))
+            if not task.path("result").exists():
+                raise NoReplay(failure_of(task, code, "the script failed in the replay"))
+            facts: dict[str, Any] = from_json(task.read("result"))
+            bar.total = bar.n = facts["iteration"] - facts["origin"]["iteration"]
         return facts
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -44,7 +44,7 @@ class Repetition:
     idle: set[str] = field(default_factory=set)  # of generators from which nobody draws
     speeds: set[str] = field(default_factory=set)  # keys of what reports speeds and use of memory
     generators: list[str] = field(default_factory=list)  # global ones in other states where the run begins
-    own_generators: dict[str, str] = field(default_factory=dict)  # by path, other ones that are
+    own_generators: list[str] = field(default_factory=list)  # paths of others that are
 
     @property
     def differs(self) -> bool:
@@ -67,7 +67,6 @@ class Findings:
     files: dict[str, str] = field(default_factory=dict)  # what differs in those beside the logs
     left_out_files: list[str] = field(default_factory=list)  # that could not be compared
     compared_files: int = 0
-    warnings: list[str] = field(default_factory=list)  # of the resumed run alone
     failure: str = ""  # how it failed instead
 
     @property
@@ -90,9 +89,8 @@ def compare_repeated(first: Task, second: Task) -> Repetition:
         repetition.keys |= {difference.name.removeprefix("observation/") for difference in differing}
     repetition.generators = differing_generators(first, second)
     start, start_again = first.records("memory")[0], second.records("memory")[0]
-    repetition.own_generators = {
-        path: text for path, text in start.items() if " in state " in text and start_again.get(path) != text
-    }
+    others = [path for path, text in start.items() if start_again.get(path) != text]
+    repetition.own_generators = [path for path in others if " in state " in start[path]]
     if not repetition.differs:
         for log in facts["logs"]:
             for row, row_again in zip(_rows(first, log), _rows(second, log), strict=False):
@@ -112,10 +110,7 @@ def differing_generators(first: Task, second: Task) -> list[str]:
 def compare_resumed(whole: Task, killed: Task, resumed: Task, repetition: Repetition) -> Findings:
     """Compare what a resumed run did, until it was killed again or to the end, with the uninterrupted one."""
     trace, uninterrupted = _read_trace(resumed), _read_trace(whole)
-    warnings, expected_warnings = (
-        [line.partition("Warning: ")[2] for line in task.lines("output") if "Warning: " in line] for task in (resumed, whole)
-    )
-    findings = Findings(warnings=[text for text in warnings if text not in expected_warnings])
+    findings = Findings()
     left_out = repetition.idle | {f"observation/{key}" for key in repetition.left_out_keys}
     loaded = dict(list(trace.items())[:1])
     later = {iteration: kinds for iteration, kinds in trace.items() if iteration not in loaded}
@@ -265,15 +260,12 @@ def _without_digits(path: str) -> str:
 
 def _first_difference(content: bytes, continued: bytes) -> str:
     if b"\0" in content + continued:
-        sizes = f"{len(content)} bytes -> {len(continued)} bytes"
-        return sizes if len(content) != len(continued) else f"{len(content)} other bytes"
-    lines, others = (text.decode(errors="replace").splitlines() for text in (content, continued))
-    pairs = enumerate(zip_longest(lines, others), 1)
-    differing = ((number, pair) for number, pair in pairs if pair[0] != pair[1])
-    number, pair = next(differing, (len(lines) + 1, (None, None)))
-    shown = ["nothing" if line is None else repr(line[:_MAX_SHOWN]) for line in pair]
-    counts = f", and {len(lines)} -> {len(others)} lines" if len(lines) != len(others) else ""
-    return f"line {number}: {' -> '.join(shown)}{counts}"
+        return f"{len(content)} bytes -> {len(continued)} others"
+    pairs = enumerate(zip_longest(content.split(b"\n"), continued.split(b"\n")), 1)
+    number, pair = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    shown = [repr(line[:_MAX_SHOWN].decode(errors="replace")) if line else "nothing" for line in pair]
+    lines, others = content.count(b"\n"), continued.count(b"\n")
+    return f"line {number}: {' -> '.join(shown)}" + (f", and {lines} -> {others} lines" if lines != others else "")
 
 
 # --- in words ---
@@ -328,11 +320,7 @@ _NEVER_SEEN = (
     "Never looked into: variables of installed packages, worker processes and other programs, and files that are only read."
 )
 _SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
-_MADE = {
-    "Generator": "numpy.random.default_rng(0), or torch.Generator().manual_seed(0)",
-    "RandomState": "numpy.random.RandomState(0)",
-    "Random": "random.Random(0)",
-}
+_OWN_SEEDS = "random.Random(0), numpy.random.default_rng(0), or torch.Generator().manual_seed(0)"
 
 
 def format_exact(
@@ -409,8 +397,6 @@ def format_difference(
     if facts["inexact"]:
         causes.append(f"the run was {facts['inexact']}")
     lines += ["Why it might:", *(f"- {cause}" for cause in causes + _clocks(facts))]
-    if findings.warnings:
-        lines += ["The resumed run was warned:", *(f"  {text}" for text in findings.warnings[:_MAX_LINES])]
     return lines + _left_out_lines(repetition, findings.left_out_files)
 
 
@@ -423,24 +409,20 @@ def format_repetition(repetition: Repetition, facts: Mapping[str, Any], shared: 
     else:
         lines.append(f"One ended after iteration {repetition.iterations[0]}, the other after {repetition.iterations[1]}")
     if repetition.generators or repetition.own_generators:
-        names = [f"the global one of {name}" for name in repetition.generators] + list(repetition.own_generators)
+        names = [f"the global one of {name}" for name in repetition.generators] + repetition.own_generators
         lines.append(f"Random generators that begin otherwise each time: {', '.join(names[:_MAX_LINES])}")
     if shared:
         lines.append(f"All runs share files that it has written outside of its out: {', '.join(shared[:_MAX_LINES])}")
     to_add = []
     if repetition.generators:
-        seeds = "; ".join(_SEEDS[name] for name in repetition.generators if name in _SEEDS)
-        to_add.append(f"{seeds or 'chainring.deterministic(0)'}, in place of what seeds it by the clock or not at all")
-    for path, text in repetition.own_generators.items():
-        made = next((made for name, made in _MADE.items() if f"a {name} in" in text), "a seed")
-        to_add.append(f"{made}, where {path} is made")
+        to_add.append(f"{_seeds_of(repetition.generators)}, in place of what seeds it by the clock or not at all")
+    to_add += [f"a seed such as {_OWN_SEEDS}, where {path} is made" for path in repetition.own_generators]
     if not to_add:
         to_add.append("chainring.deterministic(0) as the first line, which also asks for deterministic kernels")
         if first is not None and first.iteration > 0 and first.what in ("buffers", "parameters", "optimizer"):
             to_add.append("torch.set_num_threads(1), since sums over other numbers of threads round otherwise")
         to_add += [
-            "a seed for every generator of the program's own, such as torch.manual_seed(0), random.Random(0), "
-            "numpy.random.default_rng(0)",
+            f"a seed for every generator of the program's own, such as {_OWN_SEEDS}",
             "sorted(...) around sets and directories; and let nothing follow the clock, or files that an earlier run has "
             "left",
         ]
@@ -450,15 +432,19 @@ def format_repetition(repetition: Repetition, facts: Mapping[str, Any], shared: 
 def format_unseeded(findings: Findings, generators: list[str]) -> list[str]:
     """Return the lines for a program whose resume is exact only where it draws the same again before its run."""
     where = f" {_when(findings.first[0])}, in the {_text(findings.first[0])}" if findings.first else " at the end"
-    seeds = [_SEEDS[name] for name in generators if name in _SEEDS]
-    line = "; ".join(seeds) if 0 < len(seeds) < len(_SEEDS) else "chainring.deterministic(0)"
     return [
         "inconclusive: two uninterrupted runs of the program already differ, since it does not seed its generators, and "
         "what it draws before the run, such as its data or their split, is in no state.",
         f"With the same draws the resumed run is exact; with others it differs first{where}",
         "Add, before anything is drawn:",
-        f"  {line}",
+        f"  {_seeds_of(generators)}",
     ]
+
+
+def _seeds_of(generators: list[str]) -> str:
+    """Return the line that seeds these global generators."""
+    seeds = [_SEEDS[name] for name in generators if name in _SEEDS]
+    return "; ".join(seeds) if 0 < len(seeds) < len(_SEEDS) else "chainring.deterministic(0)"
 
 
 def format_forgotten(unsaved: Mapping[str, str], caches: Mapping[str, str], unseen: Mapping[str, str]) -> list[str]:

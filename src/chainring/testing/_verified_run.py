@@ -68,8 +68,6 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
     """Make a trainer and run it."""
     _begin(task)
     trainer = call_make_trainer(make_trainer, task.out)
-    if not isinstance(trainer, Trainer):
-        task.exit_with_reason(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
     _run(trainer, task, type(trainer).run)
 
 
@@ -108,8 +106,7 @@ def _append(task: Task, suffix: str, record: Any) -> None:
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:
-    states = _random.get_rng_state(trainer.updater)
-    generators = {name: checksum(state) for name, state in states.items()}
+    generators = {name: checksum(state) for name, state in _random.get_rng_state(trainer.updater).items()}
     task.path("begin").write_text(json.dumps(generators))
     recording = _Recording(trainer, task)
     trainer.out = task.out

@@ -8,8 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -18,8 +17,7 @@ import torch
 
 from chainring._files import is_url
 from chainring._messages import list_names
-from chainring.testing._processes import MARK, Start
-from chainring.testing._reproduced_run import Reproduction
+from chainring.testing._processes import Start, command_starter
 from chainring.testing.replay import NoReplay
 from chainring.training._provenance import LEFT_OUT, UNUSED, VARIABLES
 
@@ -180,17 +178,7 @@ class Workspace:
             base = _find_python(wanted)
             _call([base, "-m", "venv", str(environment)], f"an environment of Python {wanted}")
             install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        install += ["--no-deps", "-r", str(requirements)]
-        what = "the installation of the recorded versions"
-        try:
-            _call(install, what)
-        except NoReplay as error:  # what has the others may have these too, and PyTorch's index not be reached from here
-            if not extra:
-                raise
-            try:
-                _call([*install, *extra], f"{what}, also from PyTorch's index,")
-            except NoReplay as second:
-                raise NoReplay(f"{error}\n{second}") from second
+        _call([*install, "--no-deps", "-r", str(requirements), *extra], "the installation of the recorded versions")
         asked = "import platform, sysconfig; print(platform.python_version(), sysconfig.get_path('purelib'))"
         version, packages = _call([python, "-c", asked], "the new Python").split(maxsplit=1)
         if version != wanted:
@@ -234,8 +222,8 @@ class Workspace:
 
     # --- the run ---
 
-    def starter(self, arguments: Sequence[str], ranks: int) -> Callable[..., Any]:
-        """Return a function that starts the script with arguments, once for each rank, as `run` of a process takes it."""
+    def starter(self, arguments: Sequence[str], ranks: int) -> Start:
+        """Return a function that starts the script with arguments, once for each rank, for a `Reproduction`."""
         prefix = [self._python, "-m"]
         if ranks > 1:
             prefix += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
@@ -249,19 +237,7 @@ class Workspace:
         moved = [self._moved(argument) for argument in arguments]
         if any(LEFT_OUT in argument for argument in moved):
             self.notes.append(f"arguments that look like secrets are not recorded, and are {LEFT_OUT!r} here")
-
-        def start(task: Reproduction) -> tuple[int, Callable[[], int | None]]:
-            text = json.dumps(asdict(replace(task, place=str(self._working), arguments=moved)))
-            command = [*prefix, _MODULE, text, script]
-            with open(task.path("output"), "ab") as output:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment | {MARK: task.mark},
-                    start_new_session=True,
-                )  # fmt: skip
-            return process.pid, process.poll
-
-        starting: Start = start
-        return starting
+        return command_starter([*prefix, _MODULE], [script], environment, place=str(self._working), arguments=moved)
 
     def _moved(self, argument: str) -> str:
         """Return an argument with a path inside of the recorded run as one inside of the new run."""

@@ -94,14 +94,13 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
     It is a new trainer, which starts from the last snapshot of the run at or before that iteration, or from the beginning
     if there is none, and repeats the iterations from there, with its own extensions. The run may have ended, been killed,
     or still be running: it is only read, and the trainer's ``out`` is a separate directory, which is removed with it. No
-    rows are sent to services, such as Weights & Biases. If a `Recorder` has recorded the run, each iteration is compared
-    with the record; of the last, whose update shows in the loss of the next, it is printed if that is not recorded. A state
-    of which ``chainring thin`` has left the digests is compared with these.
+    rows are sent to services. If a `Recorder` has recorded the run, each iteration is compared with the record; of the
+    last, whose update shows in the loss of the next, it is printed that this is not checked. A state of which ``chainring
+    thin`` has left the digests is compared with these.
 
-    The returned trainer has run: its gradients, unless the run has a snapshot of that very iteration, after which no update
-    was made, and its observation are those of the iteration, and Python's, NumPy's and
-    torch's generators are in the same states, so ``trainer.updater.update()`` computes the next update. To continue
-    training, load ``trainer.state_dict()`` into a new trainer.
+    The returned trainer has run: its observation, its gradients, unless the run has a snapshot of that very iteration, and
+    Python's, NumPy's and torch's generators are those of the iteration, so ``trainer.updater.update()`` computes the next
+    update. To continue training, load ``trainer.state_dict()`` into a new trainer.
 
     Example::
 
@@ -137,13 +136,11 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
         run.copy_nearest(iteration)
         with recorded_threads(read_record(run.directory).get("threads")):
             trainer = call_make_trainer(make_trainer, str(directory / "out"))
-            if not isinstance(trainer, Trainer):
-                raise TypeError(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
             bar: Any = tqdm(desc=f"replay to iteration {iteration}", unit="it", delay=3.0, mininterval=0.5, disable=None)
             thinned: list[dict[str, Any] | None] = []
             with bar:
                 replaying = Replay(
-                    trainer, run.directory, directory, latest=iteration, until=iteration,
+                    trainer, run.directory, directory, ReplaySettings(latest=iteration, until=iteration),
                     at_end=lambda trainer: thinned.append(compare_with_thinned(run, trainer, directory / "state")),
                     on_iteration=lambda reached: bar.update(reached - replaying.origin.iteration - bar.n),
                 )  # fmt: skip
@@ -179,7 +176,7 @@ def recorded_threads(threads: Any) -> Iterator[None]:
 class Origin:
     """Where a replay begins."""
 
-    snapshot: Path | None  # None for the beginning of the run
+    snapshot: str | None  # its name; None for the beginning of the run
     iteration: int
     ranks: int  # on how many the run was there
     is_exact: bool  # False if those were several, and one process computes other bits
@@ -225,6 +222,17 @@ def ends_by_the_clock(trainer: Trainer) -> bool:
     return follows_clock and trainer.interruption.signum is None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """Which iterations a replay repeats, and how."""
+
+    latest: int  # the iteration of the latest snapshot with which it may begin
+    until: int  # the iteration with which it ends
+    goes_on: bool = False  # after it, as far as the run may have come: until a row or a snapshot would be there
+    needs_same_bits: bool = True  # a run of several ranks is refused where one process computes other bits
+    checks_last: bool = False  # computes one iteration more, whose loss shows what the last update has made
+
+
 class Replay(Observer):
     """Repeats iterations of a run with a trainer that has not run, and ends after one of them."""
 
@@ -235,43 +243,33 @@ class Replay(Observer):
         trainer: Trainer,
         run: Path,  # the directory of the earlier run, of which nothing is changed
         directory: Path,  # an empty one for what the replay writes, the ``out`` of the trainer too
+        settings: ReplaySettings,
         *,
-        latest: int,  # the iteration of the latest snapshot with which it may begin
-        until: int,  # the iteration with which it ends
-        goes_on: bool = False,  # after it, as far as the run may have come: until a row or a snapshot would be there
         watch: Watch | None = None,
-        at_end: Callable[[Trainer], None] = lambda trainer: None,  # called with the trainer as it was at the end
-        on_iteration: Callable[[int], None] = lambda iteration: None,  # called after each
-        needs_same_bits: bool = True,  # a run of several ranks is refused where one process computes other bits
-        checks_last: bool = False,  # computes one iteration more, whose loss shows what the last update has made
+        at_end: Callable[[Trainer], None],  # called with the trainer as it was at the end
+        on_iteration: Callable[[int], None],  # called after each
     ) -> None:
         if trainer.comm.world.size > 1:
             raise NoReplay("a replay runs in one process; start it without a launcher of ranks")
-        self._trainer, self._until, self._goes_on, self._watch = trainer, until, goes_on, watch or Watch()
-        self._at_end, self._on_iteration, self._checks_last = at_end, on_iteration, checks_last
+        self._trainer, self._watch, self._at_end, self._on_iteration = trainer, watch or Watch(), at_end, on_iteration
+        self._until, self._goes_on, self._checks_last = settings.until, settings.goes_on, settings.checks_last
         self._reached: int | None = None  # None before the first iteration
         self._newest_written = 0  # the last iteration with a row or a snapshot
         self._is_over = False
         self._batches = BatchIndices(trainer.updater)
         self.last_batches: dict[str, Any] = {}  # what the iteration with which it ends has taken
-        may_go_back = any(  # to a snapshot
-            isinstance(entry.extension, FailOnNonNumber) and entry.extension.policy != "skip" for entry in trainer.entries
-        )
+        checks = [entry.extension for entry in trainer.entries if isinstance(entry.extension, FailOnNonNumber)]
+        self._may_go_back = any(check.policy != "skip" for check in checks)  # to a snapshot
         self.commands = [command for command in read_record(run).get("commands", ()) if "refused" not in command]
         trainer.out = str(directory / "out")
         os.makedirs(trainer.out)
-        self._staged = directory / "snapshot" if may_go_back else None  # has a copy, to which a rollback may go back
-        self.origin = _load_nearest(trainer, run, latest, self._staged, needs_same_bits)
-        if trainer.updater.iteration > until:
+        self._staged = directory / "snapshot" if self._may_go_back else None  # has a copy, to which a rollback may go back
+        self.origin = _load_nearest(trainer, run, settings.latest, self._staged, settings.needs_same_bits)
+        if trainer.updater.iteration > self._until:
             raise NoReplay(
                 f"the trainer begins after iteration {trainer.updater.iteration}, and there is no snapshot of iteration "
-                f"{until} or before in {run}: the script loads a state itself; give the arguments with which it began"
+                f"{self._until} or before in {run}: the script loads a state itself; give the arguments with which it began"
             )
-
-    @property
-    def may_go_back(self) -> bool:
-        """True if a check of the numbers may send the run back to a snapshot."""
-        return self._staged is not None
 
     def run(self, run_trainer: Callable[[Trainer], None]) -> None:
         """Run the trainer by its own ``run`` until the iteration is over; raise `NoReplay` where it ends before."""
@@ -300,7 +298,7 @@ class Replay(Observer):
             watch.look_at_parameters(trainer, iteration)
             if self._staged is not None and self.origin.snapshot is not None:
                 with contextlib.suppress(OSError):  # the run has one of that name there
-                    os.rename(self._staged / self.origin.snapshot.name, Path(trainer.out) / self.origin.snapshot.name)
+                    os.rename(self._staged / self.origin.snapshot, Path(trainer.out) / self.origin.snapshot)
         elif iteration > self._reached:
             watch.look(trainer, iteration, self._batches)
         elif watch.not_finite is not None and watch.not_finite[0] > iteration:
@@ -338,26 +336,15 @@ class Replay(Observer):
         """Call an extension; a snapshot is written only if a rollback may go back to it."""
         if entry.is_snapshot or isinstance(entry.extension, LogReport):
             self._newest_written = trainer.updater.iteration  # where all can see how far the run has come
-        if self.may_go_back or not entry.is_snapshot:
+        if self._may_go_back or not entry.is_snapshot:
             call()
 
 
 def _load_nearest(trainer: Trainer, run: Path, latest: int, staged: Path | None, needs_same_bits: bool) -> Origin:
     """Load the latest sound snapshot of a run up to an iteration, with a copy of it in ``staged``; return where that is."""
-
-    def origin_of(snapshot: Path | None, iteration: int, ranks: int) -> Origin:
-        is_exact = ranks == 1 or getattr(trainer.updater, "virtual_ranks", None) is not None
-        if not is_exact and needs_same_bits:
-            raise NoReplay(
-                f"{run} was trained on {ranks} ranks, and one process computes the same examples in the same order with "
-                "other last bits; with StandardUpdater(..., virtual_ranks=) they are the same on any number of ranks. "
-                "`chainring batch` and `chainring bisect` work without"
-            )
-        return Origin(snapshot, iteration, ranks, is_exact)
-
-    for saved, manifest, ranks in saved_trainers(open_store(run), latest):
-        snapshot = run / saved.name
-        origin = origin_of(snapshot, manifest.iteration, ranks)
+    began: tuple[str | None, int]  # the name of the snapshot, and its ranks
+    for saved, _, of_ranks in saved_trainers(open_store(run), latest):
+        began, snapshot = (saved.name, of_ranks), run / saved.name
         try:
             if staged is not None:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -371,15 +358,24 @@ def _load_nearest(trainer: Trainer, run: Path, latest: int, staged: Path | None,
             continue
         # A log looks for the images, texts and histograms of earlier rows beside its rows.
         logs = [entry.extension for entry in trainer.entries if isinstance(entry.extension, LogReport)]
-        for name in (name for log in logs for name in log.writes if name.endswith(".media.jsonl")):
-            if (run / name).is_file() and not Path(name).is_absolute():
-                target = Path(trainer.out) / name
+        for media in (file for log in logs for file in log.writes if file.endswith(".media.jsonl")):
+            if (run / media).is_file() and not Path(media).is_absolute():
+                target = Path(trainer.out) / media
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(run / name, target)
-        return origin
-    recorded = read_record(run).get("ranks", 1)
-    later = (ranks for _, _, ranks in saved_trainers(open_store(run)))
-    return origin_of(None, trainer.updater.iteration, next(later, recorded if isinstance(recorded, int) else 1))
+                shutil.copyfile(run / media, target)
+        break
+    else:
+        later = (of_ranks for _, _, of_ranks in saved_trainers(open_store(run)))
+        began = None, next(later, read_record(run).get("ranks", 1))
+    name, ranks = began
+    is_exact = ranks == 1 or getattr(trainer.updater, "virtual_ranks", None) is not None
+    if not is_exact and needs_same_bits:
+        raise NoReplay(
+            f"{run} was trained on {ranks} ranks, and one process computes the same examples in the same order with other "
+            "last bits; with StandardUpdater(..., virtual_ranks=) they are the same on any number of ranks. "
+            "`chainring batch` and `chainring bisect` work without"
+        )
+    return Origin(name, trainer.updater.iteration, ranks, is_exact)
 
 
 def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, until: int) -> dict[str, Any] | None:
@@ -442,20 +438,14 @@ class BatchIndices:
     """
 
     def __init__(self, updater: Any) -> None:
-        self._updater = updater
-        self._accumulate = int(getattr(updater, "accumulate", 1) or 1)
-        self._passes = {
-            id(iterator): _LoaderPasses(iterator) for iterator in self._iterators().values() if _has_plain_sampler(iterator)
-        }
+        self._updater, iterators = updater, updater.get_all_iterators().values()
+        self._passes = {id(iterator): _LoaderPasses(iterator) for iterator in iterators if _has_plain_sampler(iterator)}
         self._marks: dict[str, tuple[Any, Any, Any]] = {}  # iterator, where its last batch ended, epoch and position
-
-    def _iterators(self) -> dict[str, Any]:
-        return self._updater.get_all_iterators() if hasattr(self._updater, "get_all_iterators") else {}
 
     def mark(self) -> None:
         """Note where the iterators stand, before an update."""
         self._marks = {}
-        for name, iterator in self._iterators().items():
+        for name, iterator in self._updater.get_all_iterators().items():
             begin = iterator.batch_end if isinstance(iterator, IndexedIterator) else lambda: None
             passes = self._passes.get(id(iterator))
             self._marks[name] = (iterator, begin() if passes is None else passes.begin(), _position(iterator))
@@ -473,7 +463,7 @@ class BatchIndices:
             if id(iterator) in self._passes:
                 indices = self._passes[id(iterator)].since(batch_end)
             elif isinstance(iterator, IndexedIterator) and is_undone:
-                batches = islice(copy.copy(iterator).iterate_segments(), self._accumulate)
+                batches = islice(copy.copy(iterator).iterate_segments(), getattr(self._updater, "accumulate", 1))
                 indices = [name for batch in batches for _, segment in batch for name in iterator.names_of(segment)]
             elif isinstance(iterator, IndexedIterator):
                 since = iterator.indices_since(batch_end)

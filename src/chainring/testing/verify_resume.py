@@ -79,13 +79,12 @@ def verify_resume(
     """Kill a training run, resume it, and compare it bit for bit with an uninterrupted run.
 
     Each run creates the trainer again in a new process. Two runs are not interrupted, and must be equal; another is saved
-    and killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, later in the run and in
-    each of its phases, and shortly before its end, some iterations after a snapshot, and is resumed each time. A phase
-    begins where an attribute changes that seldom does. After each iteration the batches, the random generators, the
-    reported values, the models and the optimizers are compared, and at the end every tensor and value of the state, every
-    row of the logs, the files that the run has written beside them, and what its objects and modules hold. The trainer
-    keeps its own extensions and stop trigger, and gets a separate ``out``. Python's, NumPy's and torch's generators are
-    seeded before ``make_trainer`` is called: differently in a resumed process, as in a program that does not seed them.
+    and killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, in each phase of the run,
+    which begins where an attribute changes that seldom does, and shortly before its end, some iterations after a snapshot,
+    and is resumed each time. Compared are the batches, random generators, reported values, models and optimizers of each
+    iteration; and at the end the state, the rows of the logs, the files beside them, and what objects and modules hold.
+    The trainer keeps its own extensions and stop trigger, and gets a separate ``out``. Python's, NumPy's and torch's
+    generators are seeded before ``make_trainer`` is called: differently in a resumed process.
 
     Times are not compared: ``elapsed_time``, speeds, the state of a `TimeTrigger`, and values that two uninterrupted runs
     write differently although everything else is equal; the report names those.
@@ -104,9 +103,8 @@ def verify_resume(
         directory: a new or empty directory for the files of all runs; by default they are removed.
         start_method: how processes are started, see ``multiprocessing``. Under ``"forkserver"`` they share the imports of
             the server and start sooner; the order of sets is then the same in all.
-        seconds: the time for which the uninterrupted run trains, unless ``iterations`` are given; by default 20. A longer
-            run is verified up to there, as the report says first. The whole takes three times as long, and a start of the
-            program for each run and kill.
+        seconds: the time for which the uninterrupted run trains, unless ``iterations`` are given; by default 20. The whole
+            takes three times as long, and a start of the program for each run and kill.
 
     Returns:
         The report, with the kills, the number of values compared, the keys left out, changes that are not part of any
@@ -230,7 +228,8 @@ class _Verification:
 
     def _compare(self, iterations: int | None, points: list[int]) -> list[str]:
         verdict = self._verdict
-        first = self._run_whole("first", iterations)
+        first = self._run_whole("first", "the uninterrupted run", iterations)
+        facts = first.read("facts")
         events = {record["iteration"]: record["events"] for record in first.records("jsonl")}
         begin = min(events)
         length = verdict.iterations = max(events) - begin
@@ -242,14 +241,14 @@ class _Verification:
         if points:
             verdict.kills = [Kill(begin + point, begin + point) for point in points]
         else:
-            verdict.kills, verdict.not_reached = _choose_kills(events, first.read("facts")["phases"])
+            verdict.kills, verdict.not_reached = _choose_kills(events, facts["phases"])
         kills = verdict.kills
         if not kills:
             raise NotTried(f"the run ended after {length} iterations by itself: let it train for longer, to be killed")
-        facts = first.read("facts")
         verdict.is_whole, verdict.continues = facts["ended_itself"], facts["continues"]
         self._length = iterations or length + (_MARGIN if facts["ended_itself"] else 0)
-        repetition = _resume_findings.compare_repeated(first, self._run_whole("second", self._length))
+        second = self._run_whole("second", "the second uninterrupted run", self._length)
+        repetition = _resume_findings.compare_repeated(first, second)
         if repetition.differs:
             verdict.name = "inconclusive"
             self._resume(first, kills[:1], repetition, self._seeds[0], "")  # for what it forgets
@@ -261,22 +260,20 @@ class _Verification:
             unsaved = [*verdict.unsaved, *(path for path in verdict.caches if "variable " in path)]
             return _resume_findings.format_exact(findings, list(map(str, kills)), repetition, first, unsaved)
         if generators := _resume_findings.differing_generators(first, resumed):
-            seeds = self._seeds[0], " with the same draws"
-            again, kill_again, resumed_again = self._resume(first, kills, repetition, *seeds)
-            if not again.differs:
+            again = self._resume(first, kills, repetition, self._seeds[0], " with the same draws")
+            if not again[0].differs:
                 verdict.name = "inconclusive"
                 return _resume_findings.format_unseeded(findings, generators)
-            findings, kill, resumed = again, kill_again, resumed_again
+            findings, kill, resumed = again
         verdict.name = "differs"
         resumed_facts = resumed.read("facts") if resumed.is_done else None
         return _resume_findings.format_difference(findings, str(kill), repetition, facts, resumed_facts)
 
-    def _run_whole(self, run: str, length: int | None) -> Task:
+    def _run_whole(self, run: str, name: str, length: int | None) -> Task:
         task = self._task(run, length=length)
-        name = "the uninterrupted run" if run == "first" else "the uninterrupted run, again"
         code = self._launch(task, name)
         if code != 0 or not _is_saved(task):
-            raise NotTried(failure_of(task, code, f"{name}, failed" if run == "second" else f"{name} failed"))
+            raise NotTried(failure_of(task, code, f"{name} failed"))
         self._whole.append(task)
         self._whole_files.append(_resume_findings.read_files([task], task.read("facts")["logs"]))
         return task
