@@ -515,7 +515,10 @@ def test_a_replay_of_more_than_three_seconds_shows_a_bar_on_a_terminal_alone(pla
         (["replay", "{run}", "--to", "999", "{script}"], "ends after iteration 120, before 999"),
         (["replay", "{run}", "--to", "-1", "{script}"], "an iteration is a whole number of 0 or more, got '-1'"),
         (["replay", "{run}", "--to", "5", "{run}/nothing.py"], "there is no script"),
-        (["replay", "{run}", "--to", "5", "--save", "{run}/state", "{script}"], "where a replay changes nothing"),
+        (
+            ["replay", "{run}", "--to", "5", "--save", "{run}/state", "{script}"],
+            "where nothing is changed; give another directory",
+        ),
         (["replay", "{run}", "--to", "5", "--save", "{script}", "{script}"], "is there already"),
         (["replay", "nowhere", "--to", "5", "{script}"], "there is no directory nowhere"),
         (["batch", "{run}", "0", "{script}"], "the first iteration is 1"),

@@ -26,7 +26,7 @@ def section(text, name):
 
 
 def numbers(text):
-    return np.frombuffer(base64.b64decode(text[1:]), {"i": "<i4", "f": "<f4", "d": "<f8"}[text[0]])
+    return np.frombuffer(base64.b64decode(text[1:]), {"f": "<f4", "d": "<f8"}[text[0]])
 
 
 @pytest.fixture
@@ -136,13 +136,13 @@ def test_the_iteration_in_which_two_runs_part_is_on_the_page(tmp_path, monkeypat
     assert main(["report", "a", "b"]) == 0
     page = (tmp_path / "report.html").read_text()
     assert data_of(page)["partings"] == [{"run": 1, "iteration": 17}]
-    assert "a and b part in iteration 17, by the loss main/loss" in section(page, "curves")
+    assert "a and b: different from iteration 17 on: the loss main/loss" in section(page, "curves")
     assert main(["report", "a", "same", "b"]) == 0
     page = (tmp_path / "report.html").read_text()
     assert data_of(page)["partings"] == [{"run": 2, "iteration": 17}]
     assert "A dashed line is where the run of its colour parts from a" in section(page, "curves")
     assert re.search(r"b (0.73576|1.7358) 50 5 .* 17 ", section(page, "runs"))
-    assert "a and same are the same up to iteration 50" in section(page, "runs")
+    assert "a and same: same up to iteration 50" in section(page, "runs")
 
 
 def test_runs_that_differ_in_their_first_row_are_not_said_to_agree_before(tmp_path, monkeypatch, capsys):
@@ -154,10 +154,10 @@ def test_runs_that_differ_in_their_first_row_are_not_said_to_agree_before(tmp_pa
         logged(tmp_path / name, [{**row, "main/loss": row["main/loss"] + (row["iteration"] >= first)} for row in rows])
     assert main(["diff", "a", "b"]) == 1
     assert capsys.readouterr().out.startswith("different by iteration 5, the first to compare: the loss main/loss")
-    for name, text in (("b", "5, the first to compare, by"), ("c", "15 and are the same in iteration 10, by")):
+    for name, text in (("b", "5, the first to compare:"), ("c", "15, and the same in iteration 10:")):
         assert main(["report", "a", name]) == 0
         page = (tmp_path / "report.html").read_text()
-        assert f"a and {name} differ in iteration {text} the loss main/loss" in section(page, "curves")
+        assert f"a and {name}: different by iteration {text} the loss main/loss" in section(page, "curves")
 
 
 def test_a_run_that_cannot_be_compared_is_still_shown(tmp_path, monkeypatch):

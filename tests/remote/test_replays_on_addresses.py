@@ -67,7 +67,7 @@ def test_a_run_that_trained_in_a_store_is_replayed_with_its_own_arguments(s3, he
     before = keys(f"{s3}/run")
     found = shown(capsys, "replay", f"{s3}/run", "--to", "13", SCRIPT)
     assert (found["from"], found["replayed"], found["same"]) == ("snapshot_iter_8", 5, True)
-    assert found["digest"] == shown(capsys, "replay", str(here / "one"), "--to", "13", SCRIPT)["digest"]
+    assert found["observation"] == shown(capsys, "replay", str(here / "one"), "--to", "13", SCRIPT)["observation"]
     assert keys(f"{s3}/run") == before
     copy = sync_down(f"{s3}/run", tmp_path / "copy")
     assert shown(capsys, "replay", str(copy), "--to", "13", SCRIPT) == found

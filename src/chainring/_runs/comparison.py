@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from chainring._runs.finished import FinishedRun, start_in_force
+from chainring._runs.finished import FinishedRun, as_mapping, start_in_force
 from chainring.serializers._loading import opened_state
 from chainring.serializers._store import CorruptError, SavedSnapshot
 from chainring.serializers._values import StoredTensor, read_stored
@@ -156,6 +156,21 @@ class Comparison:
     def first(self) -> Difference | None:
         """The first difference, of several in one iteration the cause."""
         return min(self.differences, key=lambda found: (found.iteration, CAUSES.index(found.what)), default=None)
+
+    @property
+    def answer(self) -> str:
+        """Whether they are the same, and if not, from where on, in words."""
+        first = self.first
+        if self.is_same is None:
+            return "not known: the two runs have left nothing that can be compared"
+        if first is None:
+            return f"same up to iteration {self.same_until}"
+        if first.iteration == 0:
+            return f"different from the beginning: {first.words}"
+        if first.is_exact:
+            return f"different from iteration {first.iteration} on: {first.words}"
+        since = "the first to compare" if not first.after else f"and the same in iteration {first.after}"
+        return f"different by iteration {first.iteration}, {since}: {first.words}"
 
     def first_of(self, *kinds: str) -> Difference | None:
         differences = (found for found in self.differences if found.what in kinds)
@@ -457,10 +472,8 @@ def differing_digests(thinned: Mapping[str, str], made: Mapping[str, str]) -> li
 
 def _not_drawn(run: FinishedRun, state: Mapping[str, Any]) -> set[str]:
     """Return the generators that have in a snapshot the state with which the run began, which may be of no seed."""
-    began = start_in_force(run.record, 0).get("generators")
-    saved = read_stored(state.get("generators/0"))
-    if not isinstance(began, dict) or not isinstance(saved, dict):
-        return set()
+    began = as_mapping(start_in_force(run.record, 0).get("generators"))
+    saved = as_mapping(read_stored(state.get("generators/0")))
     return {name for name, value in saved.items() if began.get(name) == checksum(value)}
 
 

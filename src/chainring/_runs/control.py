@@ -17,16 +17,7 @@ from chainring._places.bucket import MISSING
 from chainring._places.connection import ChangedError
 from chainring._places.index import is_held
 from chainring._runs.finished import FinishedRun
-from chainring.training._control import (
-    LARGEST,
-    choose,
-    choose_mixture,
-    describe_entry,
-    identity_of,
-    parse,
-    parse_requests,
-    read_owned,
-)
+from chainring.training import _control
 from chainring.training._run_directory import CONTROL
 
 
@@ -66,9 +57,8 @@ def control(run: str, *commands: str) -> str:
         _refuse(command, record)
     if commands:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        lines = [
-            {"id": secrets.token_hex(8), "run": identity_of(record), "time": now, "command": command} for command in commands
-        ]
+        about = {"run": _control.identity_of(record), "time": now}
+        lines = [{"id": secrets.token_hex(8), **about, "command": command} for command in commands]
         text = "".join(json.dumps(line) + "\n" for line in lines).encode()
         if finished.store.files.is_local:
             _append(finished.directory, text)
@@ -80,7 +70,7 @@ def control(run: str, *commands: str) -> str:
 def lines_of(finished: FinishedRun) -> Iterator[str]:
     """Yield what was commanded to a run in words: first what was done, then what waits."""
     record = finished.record
-    yield from map(describe_entry, record.get("commands", ()))
+    yield from map(_control.describe_entry, record.get("commands", ()))
     yield from (f"{printable(request['command'])} waits" for request in waiting(finished))
 
 
@@ -88,23 +78,23 @@ def waiting(finished: FinishedRun) -> list[dict[str, str]]:
     """Return the commands that a run has not read yet."""
     with suppress(OSError, ValueError):  # of somebody else's: the run does not take them
         is_local = finished.store.files.is_local
-        content = read_owned(finished.directory / CONTROL) if is_local else finished.store.files.read(CONTROL)
-        return parse_requests(content, finished.record)[0]
+        content = _control.read_owned(finished.directory / CONTROL) if is_local else finished.store.files.read(CONTROL)
+        return _control.parse_requests(content, finished.record)[0]
     return []
 
 
 def _refuse(text: str, record: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for a command that the run would refuse, as far as its record tells."""
-    command, plan = parse(text), record.get("plan", {})
+    command, plan = _control.parse(text), record.get("plan", {})
     extensions = {entry["name"]: entry["class"] for entry in plan.get("extensions", ())}
     if command.kind == "lr" and record.get("optimizers"):
-        choose("optimizer", command.name, record["optimizers"])
+        _control.choose("optimizer", command.name, record["optimizers"])
     elif command.kind == "call":
-        choose("extension", command.name, extensions)
+        _control.choose("extension", command.name, extensions)
     elif command.kind == "snapshot" and "Snapshot" not in extensions.values():
         raise ValueError("this run has no snapshot extension; extend the trainer by extensions.snapshot()")
     elif command.kind == "weights":
-        choose_mixture(command.value, record.get("mixtures", {}))
+        _control.choose_mixture(command.value, record.get("mixtures", {}))
 
 
 def _refuse_ended(run: object, is_written: bool) -> None:
@@ -121,8 +111,8 @@ def _append(directory: Path, text: bytes) -> None:
     _refuse_ended(directory, DirectoryLock.is_held(directory))
     if os.path.lexists(path):
         try:
-            if len(read_owned(path)) + len(text) > LARGEST:
-                raise ValueError(f"it would have more than {LARGEST:,} bytes")
+            if len(_control.read_owned(path)) + len(text) > _control.LARGEST:
+                raise ValueError(f"it would have more than {_control.LARGEST:,} bytes")
         except ValueError as error:
             raise ValueError(f"{path}: {error}, so that the run would ignore it; move it away") from error
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -241,9 +241,7 @@ class FinishedRun:
 
     @cached_property
     def _names_of_speeds(self) -> set[str]:
-        plan = self.record.get("plan")
-        entries = plan.get("extensions") if isinstance(plan, dict) else None
-        entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        entries = planned_extensions(self.record)
         return {str(entry.get("name")) for entry in entries if str(entry.get("class")) in SPEEDS} or set(SPEEDS.values())
 
     @property
@@ -334,10 +332,20 @@ def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
     """Return the plain values in a snapshot by their paths, without reading its tensors."""
     file = snapshot.open(STATE, snapshot.read_manifest())
     document = parse_strict(file.read_bytes())
-    values = document.get("state") if isinstance(document, dict) else None
-    if not isinstance(values, dict):
+    if not isinstance(values := as_mapping(document).get("state"), dict):
         raise ValueError(f"{file.path} is not the state of a snapshot")
     return values
+
+
+def as_mapping(content: Any) -> dict[str, Any]:
+    """Return a mapping of a record as it is, and anything else that stands there as an empty one."""
+    return content if isinstance(content, dict) else {}
+
+
+def planned_extensions(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a record tells of each extension."""
+    entries = as_mapping(record.get("plan")).get("extensions")
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:

@@ -96,34 +96,29 @@ class _Model(NamedTuple):
     """What is compared of a model before its numbers are added."""
 
     name: str  # of the snapshot or file
-    shapes: dict[str, tuple[int, ...]]
+    layout: dict[str, str]  # by the name of a tensor its shape, and to which it is tied, in words
     ties: dict[str, str]  # by the name of a tensor that of the first that is the same memory
     left_out: list[str]  # parameters that were frozen and are not in it
 
     def check_against(self, first: _Model) -> None:
         """Raise unless the mean of both is a model."""
-        if differing := sorted(first.shapes.keys() ^ self.shapes.keys()):
-            has, lacks = (first, self) if differing[0] in first.shapes else (self, first)
-            raise ValueError(f"{has.name} has {differing[0]}, and {lacks.name} has not: they are of different models")
-        for key, shape in self.shapes.items():
-            if shape != first.shapes[key]:
-                shapes = f"{list(first.shapes[key])} in {first.name} and {list(shape)} in {self.name}"
-                raise ValueError(f"{key} has the shapes {shapes}: a mean is of models of one architecture")
-            if self.ties[key] != first.ties[key]:
-                tied, free = (self, first) if self.ties[key] != key else (first, self)
-                raise ValueError(f"{key} is tied to {tied.ties[key]} in {tied.name}, and not in {free.name}")
+        for key in sorted(first.layout | self.layout):
+            one, other = (model.layout.get(key, "absent") for model in (first, self))
+            if one != other:
+                found = f"{key} is {one} in {first.name}, and {other} in {self.name}"
+                raise ValueError(f"{found}: a mean is of models of one architecture")
 
 
 def _read(source: str, model: str | None) -> tuple[_Model, dict[str, Tensor]]:
-    located = locate(source)
+    located, name, left_out = locate(source), source, list[str]()
     if not isinstance(located, StoredFile):
         name = str(located[0])
-        _, entries = read_model(located[0], model)
+        _, tensors, left_out = read_model(located[0], model)
     elif is_model(located) and model is None:
-        name, entries = source, dict(_safetensors.read(located))
+        tensors = dict(_safetensors.read(located))
     else:
         raise ValueError(f"{source} is {'of one model: leave out --model' if is_model(located) else describe_file(located)}")
-    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-    left_out = sorted(key for key, value in entries.items() if value is None)
-    shapes = {key: tuple(value.shape) for key, value in tensors.items()}
-    return _Model(name, shapes, find_aliases(tensors), left_out), tensors
+    ties = find_aliases(tensors)
+    tied = {key: f", tied to {first}" for key, first in ties.items() if first != key}
+    layout = {key: f"of shape {list(tensor.shape)}{tied.get(key, '')}" for key, tensor in tensors.items()}
+    return _Model(name, layout, ties, left_out), tensors

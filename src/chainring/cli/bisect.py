@@ -153,7 +153,7 @@ def _lines(answer: Mapping[str, Any], replayed: Mapping[str, Any] | None, condit
             if not_finite["is_first"]
             else f"were not finite in the state of iteration {iteration} already"
         )
-        yield f"Parameters {were}: {list_names(list(map(printable, names)), _MOST_SHOWN)}"
+        yield f"Parameters {were}: {list_names(names, _MOST_SHOWN)}"
     if count := answer["assumed"]:
         before = f"in the {count} iteration{'s' * (count != 1)} before {replayed['origin']['iteration'] + 1}"
         if replayed["origin"]["snapshot"] is None:  # and not the beginning either

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         replayed = _replay_both(options.script, comparison, runs)
         if replayed.first is not None and (comparison.first is None or not comparison.first.is_exact):
             comparison.differences.append(replayed.first)
-    show(options, facts_of(comparison, replayed), map(printable, lines_of(comparison, runs, replayed)))
+    show(options, facts_of(comparison, replayed), map(printable, lines_of(comparison, replayed)))
     return {True: 0, False: 1, None: 2}[comparison.is_same]
 
 
@@ -99,12 +99,10 @@ def _first_tensor(comparison: Comparison, replayed: Replayed | None) -> Differen
 # --- in words ---
 
 
-def lines_of(
-    comparison: Comparison, runs: tuple[FinishedRun, FinishedRun], replayed: Replayed | None = None
-) -> Iterator[str]:
+def lines_of(comparison: Comparison, replayed: Replayed | None = None) -> Iterator[str]:
     """Yield in words where two runs part, and what was compared."""
     first = comparison.first
-    yield _answer(comparison, runs)
+    yield comparison.answer
     if first is not None:
         others: dict[tuple[str, str], Difference] = {}  # in the same iteration, which both log and snapshot may have
         for found in comparison.differences:
@@ -135,26 +133,6 @@ def lines_of(
         yield f"  and {len(settings) - _MOST_SHOWN} more, which --json shows"
     yield from (f"compared: {text}" for text in comparison.compared)
     yield from (f"not compared: {text}" for text in comparison.not_compared)
-
-
-def _answer(comparison: Comparison, runs: tuple[FinishedRun, FinishedRun]) -> str:
-    first = comparison.first
-    if comparison.is_same is None:
-        return "not known: the two runs have left nothing that can be compared"
-    if first is None:
-        shorter, longer = sorted(runs, key=lambda run: run.last)
-        end = (
-            f", the last that is known of {shorter.place}; {longer.place} has {longer.last}"
-            if shorter.last < longer.last
-            else ""
-        )
-        return f"same up to iteration {comparison.same_until}{end}"
-    if first.iteration == 0:
-        return f"different from the beginning: {first.words}"
-    if first.is_exact:
-        return f"different from iteration {first.iteration} on: {first.words}"
-    since = "the first to compare" if not first.after else f"and the same in iteration {first.after}"
-    return f"different by iteration {first.iteration}, {since}: {first.words}"
 
 
 def _replayed_lines(replayed: Replayed) -> Iterator[str]:

@@ -77,9 +77,7 @@ def run(options: argparse.Namespace) -> None:
     if is_url(target) and form in ("hf", "dcp"):
         raise ValueError(f"{form} is a directory, which is written to the disk; give a path, and copy it to {target}")
     require_new(target)
-    model, entries = read_model(saved, options.model)
-    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-    left_out = sorted(name for name, value in entries.items() if value is None)
+    model, tensors, left_out = read_model(saved, options.model)
     write_model(target, form, tensors)
     files = sorted(Path(target).iterdir()) if os.path.isdir(target) else [target]
     facts = {"file": target, "format": form, "bytes": sum(open_file(file).size for file in files)}
@@ -93,12 +91,10 @@ def require_new(target: str) -> None:
         raise FileExistsError(f"{target} exists and is not overwritten; give another name")
 
 
-def read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the name of a model in a snapshot, by default of the only or the main one, and its entries.
+def read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Tensor], list[str]]:
+    """Return the name of a model in a snapshot, by default of the only or the main one, its tensors, and what is left out.
 
-    An average of a model has the name of its extension.
-
-    A parameter that a snapshot without frozen parameters left out is ``None``.
+    An average of a model has the name of its extension. A snapshot without frozen parameters has left these out.
     """
     module_state = saved.read_manifest().about.get("own state of modules")  # beside parameters and buffers
     left_out = set(map(str, module_state)) if isinstance(module_state, list) else set()
@@ -110,14 +106,14 @@ def read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, A
             raise ValueError(f"{saved} has several models; name one by --model: {', '.join(names)}")
         prefix = f"{_MODEL}{name}/" if name else model_prefix(state, saved)
         prefix = f"extensions/{name}/model/" if name in averages else prefix
-        entries = {
-            key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)
-        }
-        entries = read_stored(entries) if prefix else {}
-    if not any(isinstance(value, Tensor) for value in entries.values()):
+        stored = {key: value for key, value in state.items() if prefix and key.startswith(prefix)}
+        entries = {key.removeprefix(prefix).replace("/", "."): value for key, value in read_stored(stored).items()}
+    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+    if not tensors:
         has = f"it has {', '.join(names + averages)}" if names else "`chainring inspect` lists what it has"
         raise ValueError(f"{saved} has no model {name or 'of an updater'}; {has}")
-    return (name if name and name in averages else prefix.removeprefix(_MODEL).rstrip("/")), entries
+    own_name = name if name and name in averages else prefix.removeprefix(_MODEL).rstrip("/")
+    return own_name, tensors, sorted(key for key, value in entries.items() if value is None)
 
 
 def show_written(

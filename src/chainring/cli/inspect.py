@@ -13,11 +13,11 @@ from typing import Any
 from chainring._files import below_home, is_url
 from chainring._messages import list_names, printable
 from chainring._places.base import StoredFile
-from chainring._runs.finished import FinishedRun, describe_file, describe_foreign_file, is_model, locate
+from chainring._runs.finished import FinishedRun, as_mapping, describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, show
 from chainring.serializers._safetensors import read_entries, verify_file
 from chainring.serializers._store import THINNED, CorruptError, NewerFormat, SavedSnapshot, Thinned, split
-from chainring.training._run_directory import RECORD, read_record
+from chainring.training._run_directory import read_record
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60
@@ -77,20 +77,13 @@ def _inspect(options: argparse.Namespace) -> None:
         manifest = error.manifest
     files = [saved.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")]
     code = None if is_url(options.path) else _describe_code(Path(below_home(options.path)))
-    versions = manifest.about.get("versions")
+    sizes = {name: size for name, (size, _) in sorted(manifest.files.items())}
     about: dict[str, Any] = {
-        "directory": saved.path,
-        "iteration": manifest.iteration,
-        "epoch": manifest.about.get("epoch"),
-        "versions": versions if isinstance(versions, dict) else {},
-        "code": code,
-        "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about},
-        "faults": [],
-        "bytes": sum(size for size, _ in manifest.files.values()),
-        "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
-        "tensors": [tensor for file in files for tensor in _tensors_of(file)],
-        "commands": [],
-    }
+        "directory": saved.path, "iteration": manifest.iteration, "epoch": manifest.about.get("epoch"),
+        "versions": as_mapping(manifest.about.get("versions")), "code": code,
+        "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about}, "faults": [], "commands": [],
+        "bytes": sum(sizes.values()), "files": sizes, "tensors": [tensor for file in files for tensor in _tensors_of(file)],
+    }  # fmt: skip
     from chainring.training._control import describe_entry  # which few runs need
 
     with suppress(OSError, ValueError):  # it was saved elsewhere than in a run
@@ -116,9 +109,8 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _describe_code(run: Path) -> str | None:
     """Return in words of which code a run is, if this is the directory of one that says so."""
-    needed = read_record(run).get("reproduction") if (run / RECORD).is_file() else None
-    source = needed.get("source") if isinstance(needed, dict) else None
-    if not isinstance(source, dict) or not source.get("script"):
+    source = as_mapping(as_mapping(read_record(run).get("reproduction")).get("source"))
+    if not source.get("script"):
         return None
     commit, changes = str(source.get("commit") or "")[:12], " with changes" if source.get("difference") else ""
     return f"{source['script']}, " + (f"commit {commit}{changes}" if commit else "in no repository")
@@ -155,44 +147,41 @@ def _verify(options: argparse.Namespace) -> None:
     """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
     located = locate(options.path)
     checked: list[dict[str, Any]] = []
-    errors = []
+    lines, errors = [], []
     for saved in [located] if isinstance(located, StoredFile) else located:
         try:
-            checked.append({"path": saved.path, "sound": True, **_facts_of(saved), "error": None})
-        except Thinned as error:
-            checked.append({"path": saved.path, "sound": True, "thinned": error.manifest.iteration, "error": None})
+            facts, verdict = _verified(saved)
         except CorruptError as error:
             sound = None if isinstance(error, NewerFormat) else False
             checked.append({"path": saved.path, "sound": sound, "error": str(error)})
             errors.append(error)
-    lines = (f"{printable(facts['path'])} {_verdict(facts)}" for facts in checked if facts["sound"])
+        else:
+            checked.append({"path": saved.path, "sound": True, **facts, "error": None})
+            lines.append(f"{printable(saved.path)} {verdict}")
     show(options, {"sound": not errors, "checked": checked}, lines)
     if errors:
         error_class = NewerFormat if all(isinstance(error, NewerFormat) for error in errors) else CorruptError
         raise error_class("\n".join(map(printable, errors)))
 
 
-def _verdict(facts: dict[str, Any]) -> str:
-    if "thinned" in facts:
-        return f"was thinned: it has the digests of iteration {facts['thinned']}, which `chainring replay` makes again"
-    size = f"{facts['bytes']:,} bytes"
-    if "iteration" in facts:
-        return f"is what was written: iteration {facts['iteration']}, {facts['files']} files, {size}"
-    if facts["has_checksum"]:
-        return f"is what was written: {facts['tensors']} tensors, {size}"
-    return f"can be read, and has no checksum: another program wrote it: {facts['tensors']} tensors, {size}"
-
-
-def _facts_of(saved: SavedSnapshot | StoredFile) -> dict[str, Any]:
-    """Return the facts about a snapshot or a file; raise a `CorruptError` where it is damaged."""
+def _verified(saved: SavedSnapshot | StoredFile) -> tuple[dict[str, Any], str]:
+    """Return the facts about a snapshot or a file, and in words; raise a `CorruptError` where it is damaged."""
     if isinstance(saved, SavedSnapshot):
-        manifest = saved.verify()
-        size = sum(size for size, _ in manifest.files.values())
-        return {"iteration": manifest.iteration, "files": len(manifest.files), "bytes": size}
+        try:
+            manifest = saved.verify()
+        except Thinned as error:
+            iteration = error.manifest.iteration
+            words = f"was thinned: it has the digests of iteration {iteration}, which `chainring replay` makes again"
+            return {"thinned": iteration}, words
+        count, size = len(manifest.files), sum(size for size, _ in manifest.files.values())
+        words = f"is what was written: iteration {manifest.iteration}, {count} files, {size:,} bytes"
+        return {"iteration": manifest.iteration, "files": count, "bytes": size}, words
     if describe_foreign_file(saved) is not None:
         raise ValueError(f"{saved.path} is {describe_file(saved)}")
     try:
         tensors, has_checksum = verify_file(saved)
     except ValueError as error:
         raise CorruptError(str(error)) from error
-    return {"tensors": tensors, "bytes": saved.size, "has_checksum": has_checksum}
+    words = "is what was written" if has_checksum else "can be read, and has no checksum: another program wrote it"
+    facts = {"tensors": tensors, "bytes": saved.size, "has_checksum": has_checksum}
+    return facts, f"{words}: {tensors} tensors, {saved.size:,} bytes"

@@ -99,11 +99,11 @@ def _replay(options: argparse.Namespace) -> int:
         "run": options.run_directory, "iteration": options.to, "from": replayed["origin"]["snapshot"],
         "replayed": options.to - replayed["origin"]["iteration"], "same": replayed["same"],
         "difference": replayed["difference"], "differs_at": comparison and comparison["iteration"],
-        "observation": observation, "digest": replayed["digest"], "saved": save, "notes": notes,
+        "observation": observation, "saved": save, "notes": notes,
     }  # fmt: skip
     lines = [f"iteration {options.to}, replayed {describe_replay(replayed)}", *notes]
     lines += [f"  {printable(key)}: {value!r}" for key, value in observation.items()]
-    lines += [f"  state: {replayed['digest']}", *([] if save is None else [f"saved in {printable(save)}"])]
+    lines += [] if save is None else [f"saved in {printable(save)}"]
     show(options, facts, lines)
     return 1 if differs else 0
 
@@ -153,8 +153,7 @@ class RecordedRun:
         differs, if it does; and ``notes``, sentences about it.
         """
         arguments = self._given or [str(each) for each in start_in_force(self._record, until).get("argv", ())][1:]
-        threads = self._record.get("threads")
-        settings["threads"] = threads if isinstance(threads, int) else None
+        settings["threads"] = self._record.get("threads")
         if checks_last:  # by the iteration after it, where the same start computed that
             recorder, of_both = self.run.sound_recorder(), [start_in_force(self._record, at) for at in (until, until + 1)]
             settings["checks_last"] = bool(recorder and recorder.row(until + 1)) and of_both[0] == of_both[1]

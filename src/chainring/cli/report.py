@@ -114,12 +114,5 @@ def _parting(places: Sequence[str], index: int, pair: str) -> Parting:
         comparison = compare_runs(FinishedRun.open(places[0]), FinishedRun.open(places[index]), with_snapshots=False)
     except (OSError, ValueError) as error:
         return Parting(index, None, f"Where {pair} part is not known: {error}")
-    first, until = comparison.first, comparison.same_until
-    if first is None:
-        text = f"the same up to iteration {until}" if comparison.is_same else "not comparable: nothing is in both"
-        return Parting(index, None, f"{pair} are {text}")
-    what = f"{first.what} {first.name}".rstrip()
-    if first.is_exact:
-        return Parting(index, first.iteration, f"{pair} part in iteration {first.iteration}, by the {what}")
-    since = ", the first to compare" if not first.after else f" and are the same in iteration {first.after}"
-    return Parting(index, first.iteration, f"{pair} differ in iteration {first.iteration}{since}, by the {what}")
+    first = comparison.first
+    return Parting(index, None if first is None else first.iteration, f"{pair}: {comparison.answer}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from chainring import _environment
 from chainring._messages import list_names, printable
 from chainring._runs.comparison import Comparison, compare_runs
-from chainring._runs.finished import FinishedRun, start_in_force
+from chainring._runs.finished import FinishedRun, as_mapping, start_in_force
 from chainring.cli._common import add_command, ended_by_sigterm, new_directory, show
 from chainring.cli.diff import facts_of, lines_of
 from chainring.cli.replay import add_run
@@ -86,7 +86,7 @@ def reproduce(options: argparse.Namespace) -> int:
         is_kept = is_kept or status == 1
         notes += [*_unseeded(recorded, made), f"the new run is in {out}"] if status == 1 else []
         facts = facts_of(comparison) | {"status": status, "answer": answer, "notes": notes}
-        lines = [answer, *lines_of(comparison, (recorded, made)), *notes]
+        lines = [answer, *lines_of(comparison), *notes]
         show(options, facts, map(printable, lines))
         return status
     finally:
@@ -187,8 +187,7 @@ def _judge(comparison: Comparison, made: FinishedRun, end: tuple[int, str], last
 
 def _unseeded(recorded: FinishedRun, made: FinishedRun) -> Iterator[str]:
     """Yield a sentence about generators with which the two runs have begun differently."""
-    began, began_again = (start_in_force(run.record, 0).get("generators") for run in (recorded, made))
-    began, began_again = (each if isinstance(each, dict) else {} for each in (began, began_again))
+    began, began_again = (as_mapping(start_in_force(run.record, 0).get("generators")) for run in (recorded, made))
     if names := sorted(name for name in began_again if began.get(name) != began_again[name]):
         yield (
             f"the generators of {', '.join(names)} did not begin alike: chainring.deterministic(seed) at the beginning of "

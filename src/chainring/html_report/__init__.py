@@ -49,10 +49,9 @@ def write(place: Place, file: Path | None = None, *, verify: bool = True) -> Pag
     the page, are an `OSError`; a snapshot is a `ValueError`.
     """
     run = read_run(place, verify=verify)
-    content = content_of(drawn_run(run))
-    path = Path("" if is_url(place) else place, "report.html") if file is None else file
     damaged = tuple(snapshot.name for snapshot in run.snapshots if snapshot.state == DAMAGED)
-    return Page(path, _write(content, path), content.rows, len(run.snapshots), damaged)
+    path = file or Path("" if is_url(place) else place, "report.html")
+    return Page(path, *_write(content_of(drawn_run(run)), path), len(run.snapshots), damaged)
 
 
 def write_several(places: Sequence[Place], file: Path | None = None, partings: Sequence[Parting] = ()) -> Page:
@@ -63,20 +62,20 @@ def write_several(places: Sequence[Place], file: Path | None = None, partings: S
     """
     names, count = names_of(places), len(places)
     drawn = [drawn_run(read_run(place, verify=False, number_of_runs=count), count) for place in places]
-    content = content_of_several(names, drawn, partings)
-    path = Path("report.html") if file is None else file
-    return Page(path, _write(content, path), content.rows)
+    path = file or Path("report.html")
+    return Page(path, *_write(content_of_several(names, drawn, partings), path))
 
 
-def _write(content: Content, path: Path) -> int:
+def _write(content: Content, path: Path) -> tuple[int, int]:
+    """Write a page; return its bytes, and the rows on it."""
     text = page_of(content).encode()
     if os.path.lexists(path):
-        is_page = False
+        start = b""
         if path.is_file():
-            with open(path, encoding="utf-8", errors="replace") as file:
-                is_page = SIGN in file.read(1000)
-        if not is_page:
+            with open(path, "rb") as file:
+                start = file.read(1000)
+        if SIGN.encode() not in start:
             raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text)
-    return len(text)
+    return len(text), content.rows

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from chainring._runs.finished import as_mapping, planned_extensions
 from chainring._version import __version__
 from chainring.html_report._log import MAX_POINTS, Column, Curves, curves_of, script_data
-from chainring.html_report._run import DAMAGED, Run, Series, as_mapping, shape_of
+from chainring.html_report._run import DAMAGED, Run, Series, shape_of
 from chainring.serializers._store import Place
 from chainring.training._settings import Settings
 from chainring.training.triggers.best_value import mode_of_key
@@ -112,8 +113,6 @@ def drawn_run(run: Run, number_of_runs: int = 1) -> DrawnRun:
 def content_of(drawn: DrawnRun) -> Content:
     """Return the content of the page of a run."""
     run = drawn.run
-    plan = as_mapping(run.record.get("plan"))
-    extensions = plan.get("extensions")
     phases = sorted(run.profile.seconds.items(), key=lambda phase: -phase[1]) if run.profile else []
     logs = []
     for curves in drawn.curves:
@@ -144,8 +143,8 @@ def content_of(drawn: DrawnRun) -> Content:
         has_system=has_system,
         config=config,
         made_with=_made_with(run.record),
-        recorded_plan=plan,
-        extensions=[entry for entry in extensions if isinstance(entry, dict)] if isinstance(extensions, list) else [],
+        recorded_plan=as_mapping(run.record.get("plan")),
+        extensions=planned_extensions(run.record),
         phases=phases,
         picture=base64.b64encode((run.graph and run.graph.picture) or b"").decode(),
         cell=_cell,

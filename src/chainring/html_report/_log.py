@@ -223,17 +223,10 @@ def script_data(curves: Curves) -> dict[str, Any]:
 def packed(values: Sequence[float] | NDArray[Any]) -> str:
     """Return numbers as a letter for their type and the Base64 of their bytes, which a browser reads faster than digits.
 
-    Numbers of integers of 32 bits are kept as such, others with the seven digits of a float of 32 bits, unless they are out
-    of its range or, as integers, have more.
+    They are kept with the seven digits of a float of 32 bits, unless they are out of its range or, as integers, have more.
     """
     array = np.asarray(values, np.float64)
     finite = array[np.isfinite(array)]
-    is_whole = bool((finite == np.floor(finite)).all())
-    sizes = np.abs(finite[finite != 0])
-    if is_whole and len(finite) == len(array) and (sizes < 2**31).all():
-        letter = "i"
-    elif ((sizes > 1e-37) & (sizes < 1e38)).all() and not (is_whole and (sizes > 2**24).any()):
-        letter = "f"
-    else:
-        letter = "d"
-    return letter + base64.b64encode(array.astype({"i": "<i4", "f": "<f4", "d": "<f8"}[letter]).tobytes()).decode()
+    sizes, is_whole = np.abs(finite[finite != 0]), (finite == np.floor(finite)).all()
+    letter = "f" if ((sizes > 1e-37) & (sizes <= (2**24 if is_whole else 1e38))).all() else "d"
+    return letter + base64.b64encode(array.astype({"f": "<f4", "d": "<f8"}[letter]).tobytes()).decode()

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from chainring._files import from_json, is_url, read_regular
 from chainring._places.base import RemoteError
-from chainring._runs.finished import LOG, FinishedRun
+from chainring._runs.finished import LOG, FinishedRun, as_mapping
 from chainring.html_report._log import MAX_ROWS, Log, LogFile
 from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots, Thinned
 from chainring.training._advice import advise
@@ -54,12 +54,12 @@ class Run:
     @property
     def starts(self) -> list[dict[str, Any]]:
         """The starts and the rollbacks, which have a reason."""
-        return [start for start in self.record.get("starts", ()) if isinstance(start, dict)]
+        return list(self.record.get("starts", ()))
 
     @property
     def commands(self) -> list[dict[str, Any]]:
         """What `chainring.control` has commanded, refused or not."""
-        return [command for command in self.record.get("commands", ()) if isinstance(command, dict)]
+        return list(self.record.get("commands", ()))
 
     @property
     def rollbacks(self) -> int:
@@ -81,17 +81,12 @@ class Run:
     def models(self) -> list[Model]:
         models = []
         for name, content in as_mapping(self.record.get("models")).items():
-            if isinstance(content, dict):
-                shapes = {path: shape_of(text) for path, text in as_mapping(content.get("parameters")).items()}
-                frozen = content.get("frozen")
-                names = [path for path in frozen if isinstance(path, str)] if isinstance(frozen, list) else []
-                models.append(Model(name, str(content.get("class", "")), shapes, frozenset(names)))
+            model = as_mapping(content)
+            shapes = {path: shape_of(text) for path, text in as_mapping(model.get("parameters")).items()}
+            frozen = model.get("frozen")
+            names = frozenset(map(str, frozen if isinstance(frozen, list) else ()))
+            models.append(Model(name, str(model.get("class", "")), shapes, names))
         return models
-
-
-def as_mapping(content: Any) -> dict[str, Any]:
-    """Return a mapping as it is, and anything else as an empty one."""
-    return content if isinstance(content, dict) else {}
 
 
 def shape_of(text: object) -> tuple[int, ...] | None:
@@ -238,9 +233,7 @@ class Profile:
 def _read_profile(source: FinishedRun) -> Profile | None:
     content = _read_object(source, "profile.json")
     iterations, seconds = content.get("iterations"), content.get("seconds")
-    if not _is_count(iterations) or not iterations or not isinstance(seconds, dict):
-        return None
-    return Profile(iterations, _known_seconds(seconds))
+    return Profile(iterations, _known_seconds(seconds)) if _is_count(iterations) and iterations else None
 
 
 def _known_seconds(content: Any) -> dict[str, float]:

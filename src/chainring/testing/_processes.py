@@ -166,15 +166,19 @@ def _protect(runs: Set[str], arguments: Sequence[str]) -> tuple[str, list[str], 
             if name != _LOCK and not is_temporary(name):
                 os.symlink(os.path.join(run, name), os.path.join(copy, name))
 
-    def redirect(argument: str) -> str:
-        option, equals, path = argument.rpartition("=")
-        real = os.path.realpath(path)
-        run = next((run for run in runs if f"{real}{os.sep}".startswith(f"{run}{os.sep}")), None)
-        if run is None or not (os.path.isabs(path) or copies[run].startswith(os.path.join(place, "run "))):
-            return argument
-        return f"{option}{equals}{copies[run]}{real.removeprefix(run)}"
+    moved = list(arguments)
+    for run, copy in copies.items():  # a relative path leads to a copy in the working directory anyway
+        is_elsewhere = copy.startswith(os.path.join(place, "run "))
+        moved = [moved_argument(argument, run, copy, absolute_only=not is_elsewhere) for argument in moved]
+    return work, list(copies.values()), moved
 
-    return work, list(copies.values()), list(map(redirect, arguments))
+
+def moved_argument(argument: str, run: str, copy: str, *, absolute_only: bool) -> str:
+    """Return an argument with a path inside of the directory of a run as one inside of another directory."""
+    option, equals, path = argument.rpartition("=")
+    real = os.path.realpath(path)
+    is_inside = f"{real}{os.sep}".startswith(f"{run}{os.sep}") and (os.path.isabs(path) or not absolute_only)
+    return f"{option}{equals}{copy}{real.removeprefix(run)}" if is_inside else argument
 
 
 def function_starter(function: Callable[..., None], context: Any) -> Start:

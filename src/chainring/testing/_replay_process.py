@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import time
@@ -26,7 +24,7 @@ from chainring._files import from_json, to_json
 from chainring._runs.conditions import Condition
 from chainring._runs.finished import FinishedRun
 from chainring.reporting.summary import is_scalar
-from chainring.testing._live_traces import Capture, fingerprint
+from chainring.testing._live_traces import Capture
 from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter
 from chainring.testing.replay import (
     ExampleLosses,
@@ -121,8 +119,6 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
 
 def _describe(task: ReplayTask, facts: dict[str, Any], trainer: Trainer) -> None:
     """Write down the trainer as it is at the end, and save it."""
-    texts = {name: texts for name, texts in fingerprint(trainer).items() if name not in ("batch", "observation")}
-    facts["digest"] = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
     facts["observation"] = {key: float(value) for key, value in trainer.observation.items() if is_scalar(value)}
     if task.save is not None:
         serializers.save(task.save, trainer)
@@ -138,9 +134,8 @@ def replay_script(run_directory: Path, script: str, arguments: Sequence[str], **
     The ``settings`` are those of a `ReplayTask`.
     """
     start = script_starter("chainring.testing._replay_process", script, arguments, [run_directory])
-    directory = tempfile.mkdtemp(prefix="chainring-replay-")
-    out = os.path.join(directory, "out")
-    try:
+    with tempfile.TemporaryDirectory(prefix="chainring-replay-", ignore_cleanup_errors=True) as directory:
+        out = os.path.join(directory, "out")
         task = ReplayTask("replay", directory, out, secrets.token_hex(16), source=str(run_directory), **settings)
         bar: Any = tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr, disable=None)
 
@@ -157,8 +152,6 @@ def replay_script(run_directory: Path, script: str, arguments: Sequence[str], **
             facts: dict[str, Any] = from_json(task.read("result"))
             bar.total = bar.n = facts["iteration"] - facts["origin"]["iteration"]
         return facts
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

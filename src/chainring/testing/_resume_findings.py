@@ -277,31 +277,19 @@ _GENERATOR = (
 )
 _UNSAVED = (
     "something is remembered and not saved: an attribute of a module that is not a buffer (register_buffer), an updater, "
-    "an extension or a callback without serialize(serializer), a scheduler or an average of weights that is not saved"
+    "an extension or a callback without serialize(serializer), such as a count from which it sets the learning rate, a "
+    "scheduler or an average of weights"
 )
-_CAUSES = {
-    "iterator": [
-        "the iterator, or the loader in it, has no state, or leaves some of it out: give it serialize(serializer), or "
-        "state_dict() and load_state_dict(state)",
-        "the dataset or batch size is another one when the program is started again",
-    ],
-    "batch": [
-        "a loader without state that begins its passes otherwise after a restart: a generator, or a sampler that draws from "
-        "its own random generator",
-        _GENERATOR,
-        "the dataset changes while it is used, or is read in an order that changes, such as that of a set or a directory",
-    ],
-    "generators": [
-        "code that draws from a global generator is called at other times in the resumed run: it counts calls, keeps a "
-        "cache, or follows the clock",
-        _GENERATOR,
-    ],
-    "observation": [_UNSAVED, _GENERATOR],
-    "optimizer": [
-        _UNSAVED,
-        "an extension sets the learning rate from a count of its own instead of trainer.updater.iteration",
-    ],
-}
+_LOADER = (
+    "the iterator, or the loader or sampler in it, leaves out some of its state, or draws from a generator of its own: give "
+    "it serialize(serializer), or state_dict() and load_state_dict(state)"
+)
+_DATA = "the dataset changes while it is used, or is read in an order that changes, such as that of a set or a directory"
+_CALLS = (
+    "code that draws from a global generator is called at other times in the resumed run: it counts calls, keeps a cache, "
+    "or follows the clock"
+)
+_CAUSES = {"iterator": [_LOADER, _DATA], "batch": [_LOADER, _GENERATOR, _DATA], "generators": [_CALLS, _GENERATOR]}
 _ONLY_REPORTED = (
     "the training is the same and its rows or extensions are not: an extension, a trigger or a postprocess remembers "
     "something that its serialize(serializer) does not save, or the rows hold values that do not follow from the training"
@@ -382,7 +370,7 @@ def format_difference(
         if findings.is_at_loading:
             where = f"Right after the snapshot of iteration {first.iteration} was loaded, it differs from the saved state in"
         lines += [f"{where} the {_text(first)}", *_others(findings.first)]
-        causes += [_NOT_RESTORED] if findings.is_at_loading else _CAUSES.get(first.what, [_UNSAVED])
+        causes += [_NOT_RESTORED] if findings.is_at_loading else _CAUSES.get(first.what, [_UNSAVED, _GENERATOR])
     elif findings.last:
         causes.append(_ONLY_REPORTED)
     if findings.last:
@@ -419,8 +407,6 @@ def format_repetition(repetition: Repetition, facts: Mapping[str, Any], shared: 
     to_add += [f"a seed such as {_OWN_SEEDS}, where {path} is made" for path in repetition.own_generators]
     if not to_add:
         to_add.append("chainring.deterministic(0) as the first line, which also asks for deterministic kernels")
-        if first is not None and first.iteration > 0 and first.what in ("buffers", "parameters", "optimizer"):
-            to_add.append("torch.set_num_threads(1), since sums over other numbers of threads round otherwise")
         to_add += [
             f"a seed for every generator of the program's own, such as {_OWN_SEEDS}",
             "sorted(...) around sets and directories; and let nothing follow the clock, or files that an earlier run has "

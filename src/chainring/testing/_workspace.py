@@ -15,9 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 import torch
 
-from chainring._files import is_url
 from chainring._messages import list_names
-from chainring.testing._processes import Start, command_starter
+from chainring.testing._processes import Start, command_starter, moved_argument
 from chainring.testing.replay import NoReplay
 from chainring.training._provenance import LEFT_OUT, UNUSED, VARIABLES
 
@@ -234,19 +233,10 @@ class Workspace:
         given = {k: v for k, v in self._needed["environment"].items() if k in VARIABLES}
         environment = kept | given | {"PYTHONPATH": os.pathsep.join(filter(None, self._path))}
         script = os.path.relpath(self._code / self._source["script"], self._working)
-        moved = [self._moved(argument) for argument in arguments]
+        moved = [moved_argument(argument, self._run, self._out, absolute_only=True) for argument in arguments]
         if any(LEFT_OUT in argument for argument in moved):
             self.notes.append(f"arguments that look like secrets are not recorded, and are {LEFT_OUT!r} here")
         return command_starter([*prefix, _MODULE], [script], environment, place=str(self._working), arguments=moved)
-
-    def _moved(self, argument: str) -> str:
-        """Return an argument with a path inside of the recorded run as one inside of the new run."""
-        option, equals, path = argument.rpartition("=")
-        if is_url(path) or not os.path.isabs(path):
-            return argument
-        real = os.path.realpath(path)
-        is_inside = f"{real}{os.sep}".startswith(f"{self._run}{os.sep}")
-        return f"{option}{equals}{self._out}{real.removeprefix(self._run)}" if is_inside else argument
 
 
 def ranks_to_start(needed: Mapping[str, Any]) -> int:

@@ -395,17 +395,13 @@ def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, unti
     )
     count, first = first_recorded_difference(recorded, replayed, origin.iteration, after, with_generators=origin.ranks == 1)
     count = min(count, until - origin.iteration)
+    found = {"count": count, "last": last, "iteration": None, "difference": None, "unchecked": None}
     if first is None:
-        same = {"count": count, "last": last, "iteration": None, "difference": None, "unchecked": None}
-        if origin.iteration < until <= last and not is_checked:
-            same["unchecked"] = until
-        return same if count or until == origin.iteration else None
-    what = "the state of the random generators" if first.what == "generators" else f"the {first.what} {first.name}".rstrip()
-    difference = (
-        f"the replay differs from the run: {what} of iteration {first.iteration} is not the one that was "
-        f"recorded. {_CHANGED}"
-    )
-    return {"count": count, "last": last, "iteration": first.iteration, "difference": difference, "unchecked": None}
+        found["unchecked"] = until if origin.iteration < until <= last and not is_checked else None
+        return found if count or until == origin.iteration else None
+    what = "the state of the random generators" if first.what == "generators" else first.words
+    text = f"the replay differs from the run: {what} of iteration {first.iteration} is not the one that was recorded"
+    return found | {"iteration": first.iteration, "difference": f"{text}. {_CHANGED}"}
 
 
 def compare_with_thinned(run: FinishedRun, trainer: Trainer, saved: Path) -> dict[str, Any] | None:

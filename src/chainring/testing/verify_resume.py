@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -188,15 +188,12 @@ def verify_program(
     seconds = min(_SECONDS, timeout / 3) if seconds is None else seconds
     if not 0 < seconds < timeout:
         raise ValueError(f"a run trains for more than 0 and less than its timeout of {timeout:g} seconds, got {seconds!r}")
-    path = tempfile.mkdtemp(prefix="verify-resume-") if directory is None else os.path.abspath(directory)
-    try:
+    removed = functools.partial(tempfile.TemporaryDirectory, prefix="verify-resume-", ignore_cleanup_errors=True)
+    with removed() if directory is None else contextlib.nullcontext(os.path.abspath(directory)) as path:
         os.makedirs(path, exist_ok=True)
         if os.listdir(path):
             raise FileExistsError(f"{path} is not empty; give a new directory")
         return _Verification(start, name, path, timeout, seconds).judge(iterations, points)
-    finally:
-        if directory is None:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 class _Verification:

@@ -13,7 +13,7 @@ const SYSTEM = {
 const WHOLE = Array.from({ length: 36 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
 const SECONDS = [0.001, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000];
 const INCREMENTS = { iteration: WHOLE, row: WHOLE, time: SECONDS };
-const ARRAYS = { i: Int32Array, f: Float32Array, d: Float64Array };
+const ARRAYS = { f: Float32Array, d: Float64Array };
 const MAX_IN_TIP = 8;
 const OPEN_CHARTS = 12; // more charts in a group are folded at first
 
