@@ -21,8 +21,8 @@ Repeat a run from its nearest snapshot up to any iteration, bit for bit, with
 the script that trained it. The run may have ended, been killed, or still be
 running; nothing is changed in its directory, and no rows go to services such
 as W&B. What extensions.Recorder has recorded is compared, and a state of which
-`chainring thin` has left digests with these. The script ends with its trainer's
-run. Options come before SCRIPT.
+`chainring thin` has left digests with these. The script ends with the run of
+its trainer. Options come before SCRIPT.
 
 examples:
   chainring replay result --to 48123 train.py

@@ -16,10 +16,11 @@ Run a script that trains with one Trainer several times in fresh processes:
 twice uninterrupted, and once killed by SIGKILL and resumed again and again:
 within an epoch, after the end of one, after an evaluation, in each phase of
 the run, and before its end, some iterations after a snapshot. Each iteration,
-the state at the end, the logs and other files are compared bit for bit, without
-times; the first difference is printed with its possible causes, and in any case
-what is changed and not saved. The trainer gets an out of its own, and the script
-ends with its run. Options come before SCRIPT; arguments after it are its own.
+the state at the end, the logs and other files are compared bit for bit,
+without times; the first difference is printed with its possible causes, and
+in any case what is changed and not saved. The trainer gets an out of its own,
+and the script ends with its run. Options come before SCRIPT; arguments after
+it are its own.
 
 examples:
   chainring verify-resume train.py
