@@ -259,11 +259,11 @@ class Replay(Observer):
         self._batches = BatchIndices(trainer.updater)
         self.last_batches: dict[str, Any] = {}  # what the iteration with which it ends has taken
         checks = [entry.extension for entry in trainer.entries if isinstance(entry.extension, FailOnNonNumber)]
-        self._may_go_back = any(check.policy != "skip" for check in checks)  # to a snapshot
+        may_go_back = any(check.policy != "skip" for check in checks)  # to a snapshot
         self.commands = [command for command in read_record(run).get("commands", ()) if "refused" not in command]
         trainer.out = str(directory / "out")
         os.makedirs(trainer.out)
-        self._staged = directory / "snapshot" if self._may_go_back else None  # has a copy, to which a rollback may go back
+        self._staged = directory / "snapshot" if may_go_back else None  # has a copy, to which a rollback may go back
         self.origin = _load_nearest(trainer, run, settings.latest, self._staged, settings.needs_same_bits)
         if trainer.updater.iteration > self._until:
             raise NoReplay(
@@ -336,7 +336,7 @@ class Replay(Observer):
         """Call an extension; a snapshot is written only if a rollback may go back to it."""
         if entry.is_snapshot or isinstance(entry.extension, LogReport):
             self._newest_written = trainer.updater.iteration  # where all can see how far the run has come
-        if self._may_go_back or not entry.is_snapshot:
+        if self._staged is not None or not entry.is_snapshot:
             call()
 
 
