@@ -259,10 +259,7 @@ def _losses(ledger: Ledger, name: str, rows: NDArray[Any]) -> tuple[NDArray[Any]
 def first_recorded_difference(
     recorded: Ledger, replayed: Ledger, after: int, until: int, *, with_generators: bool
 ) -> tuple[int, Difference | None]:
-    """Compare what a run has recorded of the iterations after one up to another with what a replay of them has.
-
-    Return the number of iterations that are the same, up to the first difference, and that.
-    """
+    """Return in how many iterations up to the first difference a replay is the same as its run, and that difference."""
     common = np.intersect1d(recorded.iterations, replayed.iterations)
     common = common[(common > after) & (common <= until)]
     first: Difference | None = None

@@ -324,10 +324,7 @@ class Series:
 
 
 def _read_media(path: Path, number_of_rows: int, max_size: int) -> list[Series]:
-    """Read what belongs to the rows of a log; a line that is damaged, or of a row that is not there, is left out.
-
-    Of many rows some are shown, evenly spaced, and so are those that there is room for.
-    """
+    """Read what belongs to the rows of a log, of many some; a line that is damaged, or of no row, is left out."""
     series: dict[str, Series] = {}
     with open(path, "rb") as file:
         for line in file:

@@ -91,10 +91,7 @@ Start = Callable[[Any], tuple[int, Poll]]
 
 
 def script_starter(module: str, script: str, arguments: Sequence[str], runs: Iterable[str | Path]) -> Start:
-    """Return a function that starts a module, which runs a script with its arguments; see `run_script`.
-
-    What the script writes into the directories of ``runs`` goes into copies of these: see `_protect`.
-    """
+    """Return a function that starts a module, which runs a script; what that writes into ``runs`` goes into copies."""
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {script}")
     place, copies, arguments = _protect({os.path.realpath(run) for run in runs}, arguments)

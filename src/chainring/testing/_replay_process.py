@@ -129,10 +129,7 @@ def _describe(task: ReplayTask, facts: dict[str, Any], trainer: Trainer) -> None
 
 
 def replay_script(run_directory: Path, script: str, arguments: Sequence[str], **settings: Any) -> dict[str, Any]:
-    """Replay a run with the script that trained it, in a process of its own, with a progress bar; return its facts.
-
-    The ``settings`` are those of a `ReplayTask`.
-    """
+    """Replay a run with the script that trained it, with settings of a `ReplayTask`; return the facts about it."""
     start = script_starter("chainring.testing._replay_process", script, arguments, [run_directory])
     with tempfile.TemporaryDirectory(prefix="chainring-replay-", ignore_cleanup_errors=True) as directory:
         out = os.path.join(directory, "out")

@@ -1,7 +1,4 @@
-"""check_extension, check_trigger, fired and check_updater: the rules for these parts of a trainer, tried in short runs.
-
-A run is whole, or saved and continued at any point by a trainer that was created again.
-"""
+"""check_extension, check_trigger, fired and check_updater: the rules for these parts of a trainer, tried in short runs."""
 
 from __future__ import annotations
 

@@ -330,10 +330,7 @@ def _is_saved(task: Task) -> bool:
 
 
 def _choose_kills(events: Mapping[int, list[str]], phases: Sequence[int]) -> tuple[list[Kill], list[str]]:
-    """Return the kills of one run that is resumed after each, and which kinds of points the run does not reach.
-
-    The ``phases`` are the iterations at which some begin.
-    """
+    """Return the kills of a run, of which phases begin at some iterations, and which kinds of points it does not reach."""
     first, last = min(events), max(events)
     inner = range(first + 1, last)
     epochs, evaluations = ([at for at in inner if event in events[at]] for event in ("epoch", "evaluation"))
