@@ -46,9 +46,7 @@ def test_a_page_is_written_anew_and_any_other_file_stays(tmp_path, capsys):
     assert main(["report", str(out), "--out", str(tmp_path)]) == 2
 
 
-@pytest.mark.parametrize(
-    ("place", "words"), [("nowhere", "there is no directory"), ("empty", "is not the directory of a run")]
-)
+@pytest.mark.parametrize(("place", "words"), [("nowhere", "there is no directory"), ("empty", "holds no run")])
 def test_a_directory_without_a_run_is_refused(tmp_path, place, words, capsys):
     """Exit status 2, a sentence with what to give instead, and no page."""
     (tmp_path / "empty").mkdir()

@@ -237,7 +237,7 @@ def test_what_is_not_a_snapshot_is_described(s3, place, run, tmp_path, capsys):
             assert line.count("\n") == 1
     assert "the file of a model, not a snapshot" in shown(capsys, "export", f"{place}/mlp.model", "file", status=2)
     assert f"is a snapshot; give its run, such as {place}" in shown(capsys, "report", f"{place}/best", status=2)
-    assert f"{s3}/other is not the directory of a run" in shown(capsys, "report", f"{s3}/other", status=2)
+    assert f"{s3}/other holds no run" in shown(capsys, "report", f"{s3}/other", status=2)
 
 
 def test_a_run_may_be_a_whole_bucket(s3, run, tmp_path, monkeypatch, capsys):

@@ -148,12 +148,8 @@ def _lines(answer: Mapping[str, Any], replayed: Mapping[str, Any] | None, condit
         yield "All parameters are finite"
     else:
         names, iteration = not_finite["parameters"], not_finite["iteration"]
-        were = (
-            f"were first not finite after iteration {iteration}"
-            if not_finite["is_first"]
-            else f"were not finite in the state of iteration {iteration} already"
-        )
-        yield f"Parameters {were}: {list_names(names, _MOST_SHOWN)}"
+        when = "first not finite" if not_finite["is_first"] else "already not finite"
+        yield f"Parameters were {when} after iteration {iteration}: {list_names(names, _MOST_SHOWN)}"
     if count := answer["assumed"]:
         before = f"in the {count} iteration{'s' * (count != 1)} before {replayed['origin']['iteration'] + 1}"
         if replayed["origin"]["snapshot"] is None:  # and not the beginning either

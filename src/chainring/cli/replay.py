@@ -184,18 +184,15 @@ class RecordedRun:
 
 def describe_replay(replayed: Mapping[str, Any]) -> str:
     """Return in words where a replay began, and how it was compared with the recorder."""
-    name, comparison = replayed["origin"]["snapshot"], replayed["comparison"]
-    if replayed["difference"] is not None:
-        text = replayed["difference"]
-    elif comparison is None and replayed["thinned"] is None:
-        text = "nothing of it is recorded to compare it with (extensions.Recorder does that)"
-    elif comparison is None:
-        text = f"the same as the digests of its {replayed['thinned']['count']} values say"
-    else:
+    name, same = replayed["origin"]["snapshot"], []
+    if (comparison := replayed["comparison"]) is not None:
         count, last = comparison["count"], comparison["last"]
         rest = f", which ends with iteration {last}" if last < replayed["iteration"] else ""
-        text = f"the same as the recorder says in {count} iteration{'s' * (count != 1)}{rest}"
-        text += ", and as the digests of its values say" if replayed["thinned"] is not None else ""
+        same.append(f"the same as the recorder says in {count} iteration{'s' * (count != 1)}{rest}")
+    if replayed["thinned"] is not None:
+        same.append(f"the same as the digests of its {replayed['thinned']['count']} values say")
+    nothing = "nothing of it is recorded to compare it with (extensions.Recorder does that)"
+    text = replayed["difference"] or ", and ".join(same) or nothing
     return f"from {'the beginning' if name is None else printable(name)}: {text}"
 
 

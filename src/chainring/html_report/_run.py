@@ -16,11 +16,11 @@ from typing import Any, TypeGuard
 
 from chainring._files import from_json, is_url, read_regular
 from chainring._places.base import RemoteError
-from chainring._runs.finished import LOG, FinishedRun, as_mapping
+from chainring._runs.finished import FinishedRun, as_mapping
 from chainring.html_report._log import MAX_ROWS, Log, LogFile
 from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots, Thinned
 from chainring.training._advice import advise
-from chainring.training._run_directory import RECORD, NamePattern
+from chainring.training._run_directory import NamePattern
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
 _LARGEST_PICTURE = 300_000  # bytes of an SVG inside the page
@@ -121,7 +121,7 @@ def read_run(place: Place, *, verify: bool = True, number_of_runs: int = 1, file
     Beside others it has the last rows of its logs alone, and no snapshots. Of one at an address what a page shows, but for
     its snapshots, is copied meanwhile. ``files`` are its logs, as far as they have been read before.
     """
-    source, logs, snapshots = FinishedRun(place), [], []
+    source, logs = FinishedRun.open(place), []
     files = {} if files is None else files
     for name in source.log_names:
         if (path := source.file(name)) is not None:
@@ -129,14 +129,7 @@ def read_run(place: Place, *, verify: bool = True, number_of_runs: int = 1, file
             media = source.file(f"{name.removesuffix('.jsonl')}.media.jsonl")
             size = _MAX_SIZE // number_of_runs
             logs.append(log if media is None else replace(log, media=_read_media(media, log.count, size)))
-    is_run = bool(logs) or source.file(RECORD) is not None
-    if number_of_runs == 1 or not is_run:
-        snapshots = _read_snapshots(source.store, source.files, verify)
-    if not is_run and not snapshots:
-        raise FileNotFoundError(
-            f"{place} is not the directory of a run: it has no {RECORD}, no {LOG} and no snapshot; "
-            'give the out= of the Trainer, "result" by default'
-        )
+    snapshots = _read_snapshots(source.store, source.files, verify) if number_of_runs == 1 else []
     error = source.record_error
     record = dict(source.record) if error is None else {}
     notes = [path.read_bytes()[:_MAX_NOTES] for path in map(source.file, _NOTES) if path is not None]
