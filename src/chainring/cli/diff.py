@@ -175,15 +175,12 @@ def _replay_both(script: str, comparison: Comparison, runs: tuple[FinishedRun, F
     recorded = [RecordedRun(run.place, script) for run in runs]
     computed = [kind for kind in CAUSES if kind != "generators"]  # in which generators may be that nobody uses
     first = comparison.first_of(*computed) or comparison.first
-    if first is None:
-        begin, end = 0, last
-    else:  # from an iteration after which the state is the same, as far as it is known
-        begin = first.after or 0
-        if comparison.tensors_same_at is not None:
-            begin = comparison.tensors_same_at
-        elif first.is_exact:
-            begin = first.iteration - 2
-        begin, end = max(min(begin, first.iteration - 1, last - 1), 0), min(max(first.iteration, 1) + 1, last)
+    begin, end = 0, last
+    if first is not None:
+        same_at = comparison.tensors_same_at  # after which the state is the same, as far as it is known
+        if same_at is None:
+            same_at = first.iteration - 2 if first.is_exact else first.after or 0
+        begin, end = max(min(same_at, first.iteration - 1, last - 1), 0), min(max(first.iteration, 1) + 1, last)
     replayed = _search(recorded, begin, end)
     if begin and replayed.first is not None and replayed.first.iteration <= begin:  # it was there before
         replayed = _search(recorded, 0, end)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
@@ -58,14 +58,17 @@ SECTIONS_OF_SEVERAL = {
     "media": "Images, texts and histograms", "notes": "Notes",
 }  # fmt: skip
 
-
-_SOURCES = {
-    "curves": "extensions.LogReport()", "CPU, GPU and memory": "extensions.SystemMetrics()",
-    "images, texts and histograms": "chainring.report_image", "the configuration": "Trainer(..., config=vars(args))",
-    "the time by phase": "extensions.Profiler()", "the graph": 'extensions.dump_graph("main/loss")',
-    "snapshots": "extensions.snapshot(autoload=True)", "notes": "notes.md",
-}  # fmt: skip
-"""What writes that which a page of a run shows."""
+_SOURCES: dict[str, tuple[str, Callable[[Run], Any]]] = {
+    "curves": ("extensions.LogReport()", lambda run: run.logs),
+    "CPU, GPU and memory": ("extensions.SystemMetrics()", lambda run: _has_system([run])),
+    "images, texts and histograms": ("chainring.report_image", lambda run: any(log.media for log in run.logs)),
+    "the configuration": ("Trainer(..., config=vars(args))", lambda run: run.record.get("config")),
+    "the time by phase": ("extensions.Profiler()", lambda run: run.profile or run.rank_seconds),
+    "the graph": ('extensions.dump_graph("main/loss")', lambda run: run.graph),
+    "snapshots": ("extensions.snapshot(autoload=True)", lambda run: run.snapshots),
+    "notes": ("notes.md", lambda run: run.notes),
+}
+"""What a page of a run shows, what writes it, and whether a run has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +124,16 @@ def content_of(drawn: DrawnRun) -> Content:
         numeric = [column for column, key in enumerate(keys) if not any(isinstance(row.get(key), str) for row in rows)]
         counts = {"count": log.count, "column_count": len(log.keys), "unreadable": log.unreadable}
         logs.append({"name": log.name, "columns": keys, "rows": rows, "numeric": numeric, "curves": curves, **counts})
-    config, has_system = as_mapping(run.record.get("config")), _has_system([run])
-    there = {
-        "curves": run.logs,
-        "CPU, GPU and memory": has_system,
-        "images, texts and histograms": any(log.media for log in run.logs),
-        "the configuration": config,
-        "the time by phase": run.profile or run.rank_seconds,
-        "the graph": run.graph,
-        "snapshots": run.snapshots,
-        "notes": run.notes,
-    }
     parts = _render(
         "one.html",
         ["facts", *SECTIONS, "missing"],
         run=run,
-        absent={what: _SOURCES[what] for what, is_there in there.items() if not is_there},
+        absent={what: code for what, (code, is_there) in _SOURCES.items() if not is_there(run)},
         facts_of=_facts(run),
         logs=logs,
         is_marked=bool(drawn.data["marks"]),
-        has_system=has_system,
-        config=config,
+        has_system=_has_system([run]),
+        config=run.record.get("config"),
         made_with=_made_with(run.record),
         recorded_plan=as_mapping(run.record.get("plan")),
         extensions=planned_extensions(run.record),

@@ -305,12 +305,12 @@ class Series:
     shown: list[Shown] = field(default_factory=list)
     count: int = 0
     stride: int = 1  # between those that are kept, of which one in two goes when there are too many
-    newest: list[Shown] = field(default_factory=list)  # if it is not kept anyway
+    newest: Shown | None = None
 
     def add(self, shown: Shown) -> None:
-        is_kept = self.count % self.stride == 0
-        (self.shown if is_kept else self.newest).append(shown)
-        self.newest = [] if is_kept else self.newest[-1:]
+        self.newest = shown
+        if self.count % self.stride == 0:
+            self.shown.append(shown)
         if len(self.shown) > 2 * _MAX_SHOWN:  # of an odd number the last stays too
             self.shown, self.stride = self.shown[::2], 2 * self.stride
         self.count += 1
@@ -333,7 +333,9 @@ def _read_media(path: Path, number_of_rows: int, max_size: int) -> list[Series]:
                 if shown is not None and (key in series or len(series) < _MAX_KEYS):
                     series.setdefault(key, Series(key)).add(shown)
     for of_key in series.values():
-        of_key.shown = _spread([*of_key.shown, *of_key.newest], _MAX_SHOWN)
+        if of_key.newest is not None and of_key.newest is not of_key.shown[-1]:
+            of_key.shown.append(of_key.newest)
+        of_key.shown = _spread(of_key.shown, _MAX_SHOWN)
     sizes = {key: _size(of_key.shown) for key, of_key in series.items()}
     while sum(sizes.values()) > max_size:
         largest = max(sizes, key=sizes.__getitem__)
