@@ -277,8 +277,8 @@ _GENERATOR = (
 )
 _UNSAVED = (
     "something is remembered and not saved: an attribute of a module that is not a buffer (register_buffer), an updater, "
-    "an extension or a callback without serialize(serializer), such as a count from which it sets the learning rate, a "
-    "scheduler or an average of weights"
+    "an extension or a callback without serialize(serializer), such as one that sets the learning rate from a count of its "
+    "own, a scheduler or an average of weights that is not saved"
 )
 _LOADER = (
     "the iterator, or the loader or sampler in it, leaves out some of its state, or draws from a generator of its own: give "
