@@ -348,22 +348,24 @@ def planned_extensions(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
+def _placed_starts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
+
+
 def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
     """Return the start of a run that computed an iteration, of those in its record; empty where there is none."""
-    starts = [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
+    starts = _placed_starts(record)
     before = [start for start in starts if start["iteration"] < iteration]
     return before[-1] if before else starts[0] if starts else {}
 
 
 def starts_between(record: Mapping[str, Any], after: int, until: int) -> list[Mapping[str, Any]]:
-    """Return the starts of a run that computed the iterations after one up to another, in their order."""
-    starts: list[Mapping[str, Any]] = []
-    while until > after and (start := start_in_force(record, until)):
-        starts.insert(0, start)
-        if start["iteration"] >= until:  # the earliest of those that are recorded
-            break
-        until = start["iteration"]
-    return starts
+    """Return the start that computed the iteration after one, and all later ones up to another, also those left behind.
+
+    Each is recorded with what has changed since the start before it, of which nothing else may be left.
+    """
+    starts = _placed_starts(record)
+    return [start_in_force(record, after + 1), *(start for start in starts if after < start["iteration"] < until)]
 
 
 def is_like_first(starts: Sequence[Mapping[str, Any]]) -> bool:
