@@ -27,6 +27,7 @@ from chainring._messages import info, warn
 
 SCHEMES = ("s3", "gs", "az", "memory")
 """Of addresses in object stores."""
+ADDRESS_RULE = 'an address in an object store is written "s3://bucket/run", also with gs, az or memory'
 _NEAR = {"gcs": "gs", "s3a": "s3", "s3n": "s3", "azure": "az"}  # what is written for some of them
 _ADDRESS = re.compile(  # an address, or what is meant as one
     rf"[\s\"']*((?P<scheme>(?i:{'|'.join((*SCHEMES, *_NEAR))}))\s*:(//)?|(?P<other>[A-Za-z][\w.+-]+):[/\\])"
@@ -53,9 +54,7 @@ def is_url(address: object) -> bool:
     if match[0] == f"{scheme}://" and scheme in SCHEMES and not is_path:
         return True
     likely, rest = _NEAR.get(scheme.lower(), scheme.lower()), text[match.end() :].strip("/\\ ")
-    rule = 'an address in an object store is written "s3://bucket/run", also with gs, az or memory'
-    if is_path:
-        rule = "an address is given as text, because a Path joins its slashes"
+    rule = "an address is given as text, because a Path joins its slashes" if is_path else ADDRESS_RULE
     if likely not in SCHEMES:
         raise ValueError(f"{rule}; got one with {scheme!r}. A directory whose path begins so is given with ./ before it")
     raise ValueError(rule if any(sign in rest for sign in "@?#") else f"{rule}: {likely}://{rest}")
@@ -100,17 +99,18 @@ class SizedSink(Sink, Protocol):
 
 
 @contextmanager
-def atomic_write(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, durable: bool = False, draft_in: Path | None = None) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of ``path`` by one rename when the block ends.
 
-    When anything fails, the new file is removed and ``path`` stays as it was. The new file has a name that nobody can guess
-    and is created exclusively, so no link is followed; where ``path`` is a link, the link itself is replaced. With
-    ``durable`` the file and its name are flushed to the disk, so that they survive a loss of power.
+    Until then it lies in the folder ``draft_in``, by default in that of ``path``. When anything fails, the new file is
+    removed and ``path`` stays as it was. The new file has a name that nobody can guess and is created exclusively, so no
+    link is followed; where ``path`` is a link, the link itself is replaced. With ``durable`` the file and its name are
+    flushed to the disk, so that they survive a loss of power.
 
     Raises:
         OSError: it could not be written; the error names ``path`` and the free space.
     """
-    temporary = temporary_path(path.parent)
+    temporary = temporary_path(draft_in or path.parent)
     try:
         with open(temporary, "xb") as file:
             yield file

@@ -291,8 +291,8 @@ def test_a_file_on_which_a_snapshot_rests_is_put_at_once(s3, proxy, folder, tmp_
     (folder / "link").symlink_to(tmp_path / "other")
     for path in "log", "../other/log", "none", ".", "..":
         mirror.persist(folder / path)
-    for path, reason in {"link": "it is a link", "link/log": "or in one", ".hidden": "begin with a dot.*rename"}.items():
-        with pytest.warns(UserWarning, match=f"'{path}' of .* is left out: .*{reason}"):
+    for path in "link", "link/log", ".hidden":
+        with pytest.warns(UserWarning, match=f"'{path}' of .* is left out: links, and names that begin with a dot"):
             mirror.persist(folder / path)
     assert len(proxy.requests) == count
     assert objects(bucket) == {"log": "[1][2]"}

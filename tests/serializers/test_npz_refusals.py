@@ -101,13 +101,12 @@ def test_a_file_of_torch_save_names_its_loader(tmp_path):
 
 
 def test_a_truncated_file_is_refused_at_every_length():
-    """As truncated, or, cut within its first four bytes, as not an npz file."""
     file = io.BytesIO()
     save_npz(file, Keeper((1, torch.arange(4.0))))
     whole = file.getvalue()
     for length in range(len(whole)):
         keeper = Keeper("kept")
-        with pytest.raises(ValueError, match="truncated or damaged" if length >= 4 else "not an npz file"):
+        with pytest.raises(ValueError, match="truncated or damaged"):
             load_npz(io.BytesIO(whole[:length]), keeper)
         assert keeper.value == "kept"
 

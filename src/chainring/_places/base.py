@@ -18,14 +18,14 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chainring._files import Sink, flush, is_temporary, open_regular, temporary_path, write_error
+from chainring._files import Sink, atomic_write, flush, is_temporary, open_regular, temporary_path, write_error
 
 MANIFEST = "manifest.json"
 STAMP = "lease"  # the key of what a manifest says of the run that has written it
@@ -325,17 +325,9 @@ class Directory(Place):
         """Give a snapshot another manifest, by one rename, and then remove files of it."""
         folder = self.root / name
         if manifest is not None:
-            draft = temporary_path(self.root)  # which the next run removes, if a kill leaves it
-            try:
-                with self.create(draft.name) as sink:
-                    sink.write(manifest)
-                os.replace(draft, folder / MANIFEST)
-            except BaseException as error:
-                draft.unlink(missing_ok=True)
-                if isinstance(error, OSError):
-                    raise write_error(error, folder / MANIFEST) from error
-                raise
-            flush(folder)
+            # In the snapshot, a draft that a kill leaves would be a file too many; here the next run removes it.
+            with atomic_write(folder / MANIFEST, durable=True, draft_in=self.root) as draft:
+                draft.write(manifest)
         for file in files:
             (folder / file).unlink()
 
@@ -363,10 +355,9 @@ class Directory(Place):
         return {name: target for name in names if (target := self.link_target(name)) is not None}
 
     def link_target(self, name: str) -> str | None:
-        try:
+        with suppress(OSError):
             return os.readlink(self.root / name)
-        except OSError:
-            return None
+        return None
 
     def persist(self, path: Path) -> None:
         flush(path)

@@ -20,7 +20,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from chainring._files import SCHEMES
+from chainring._files import ADDRESS_RULE, SCHEMES
 from chainring._places.base import RemoteError, StoredFile
 from chainring._places.connection import NOT_OF_A_STORE, PATIENCE, ChangedError, Connection, Patience, obstore
 
@@ -207,11 +207,10 @@ class Bucket:
 
     def has(self, key: str) -> bool:
         """Return whether an object is there."""
-        try:
+        with suppress(FileNotFoundError):
             self.head(key)
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     def list(self, prefix: str = "", expected: Iterable[str] = ()) -> list[Entry]:
         """Return the objects whose keys begin with ``prefix``, by key.
@@ -253,18 +252,17 @@ class Bucket:
 def _parse(url: str) -> tuple[str, str, str]:
     """Return the scheme, the bucket and the prefix of an address."""
     parts = urllib.parse.urlsplit(url)
-    rule = 'an address in an object store is written "s3://bucket/run", also with gs, az or memory'
     if parts.scheme not in SCHEMES:
-        raise ValueError(f"{rule}; got {parts.scheme!r}")
+        raise ValueError(f"{ADDRESS_RULE}; got {parts.scheme!r}")
     if "@" in url or ":" in parts.netloc or parts.query or parts.fragment:
-        raise ValueError(f"{rule}, without credentials or settings, which the environment has; got one with them")
+        raise ValueError(f"{ADDRESS_RULE}, without credentials or settings, which the environment has; got one with them")
     if not parts.netloc and parts.scheme != "memory":
-        raise ValueError(f"{rule}; got no bucket in {url!r}")
+        raise ValueError(f"{ADDRESS_RULE}; got no bucket in {url!r}")
     if parts.netloc and not re.fullmatch(r"[\w.-]+", parts.netloc):
-        raise ValueError(f"{rule}; got the bucket {parts.netloc!r}")
+        raise ValueError(f"{ADDRESS_RULE}; got the bucket {parts.netloc!r}")
     names = [name for name in parts.path.split("/") if name]
     if {".", ".."} & set(names) or not parts.path.isprintable():
-        raise ValueError(f"{rule}; got {url!r}")
+        raise ValueError(f"{ADDRESS_RULE}; got {url!r}")
     return parts.scheme, parts.netloc, "/".join(names)
 
 
@@ -289,7 +287,7 @@ class RangeReader(StoredFile):
     returns, the bytes between two places, is always of the same state of the object.
     """
 
-    def __init__(self, fetch: Callable[[int, int], memoryview], path: str, size: int, tag: Tag = MISSING) -> None:
+    def __init__(self, fetch: Callable[[int, int], memoryview], path: str, size: int, tag: Tag) -> None:
         self._fetch, self.path, self.size, self.tag = fetch, path, size, tag
         self._threads = ThreadPoolExecutor(_AT_ONCE, "chainring-read")
         weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)

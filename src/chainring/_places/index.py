@@ -138,10 +138,9 @@ def list_run(bucket: Bucket, record: Record | None) -> list[Entry]:
 
 
 def _read(bucket: Bucket) -> StoredObject | None:
-    try:
+    with suppress(FileNotFoundError):
         return bucket.get(KEY)
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def _seconds_since_boot() -> float:

@@ -142,14 +142,14 @@ class Mirror:
     def persist(self, path: str | os.PathLike[str]) -> None:
         """Put one file now, as far as it is written, if it has changed; one outside the directory is left alone."""
         target = Path(os.path.abspath(path))
-        if target == self.folder or not target.is_relative_to(self.folder):
+        below = [part for part in (target, *target.parents) if self.folder in part.parents]
+        if not below:
             return
         name = target.relative_to(self.folder).as_posix()
-        folders = [self.folder.joinpath(*Path(name).parts[:count]) for count in range(1, len(Path(name).parts) + 1)]
-        if any(folder.name.startswith(".") for folder in folders):
-            self._leave_out(name, "names that begin with a dot are those of what is not kept; rename it")
-        elif any(folder.is_symlink() for folder in folders):
-            self._leave_out(name, "it is a link, or in one, and none is followed; give the file another place")
+        if any(part.name.startswith(".") or part.is_symlink() for part in below):
+            self._leave_out(
+                name, "links, and names that begin with a dot, are not kept; give the file another place or name"
+            )
         else:
             self._index.check()
             self._put_archived()

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -338,11 +338,8 @@ class Snapshots:
         text = None
         if not self.files.is_local and self.files.exists(f"{name}/{MANIFEST}"):
             text = self.files.read(f"{name}/{MANIFEST}")
-            try:
+            with suppress(CorruptError):  # one that is damaged is moved as it is, for whoever wants to look at it
                 manifest = parse_manifest(text, name)
-            except CorruptError:
-                pass  # it is moved as it is, for whoever wants to look at it
-            else:
                 folder = f"../../{name}/{manifest.folder}".rstrip("/")
                 about = {key: value for key, value in manifest.about.items() if key != STAMP}  # in an archive all are valid
                 text = format_manifest(replace(manifest, folder=folder, about=about))

@@ -298,17 +298,12 @@ def _to_arrays(state: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
-    start = stream.tell()
-    begins_as_zip = stream.read(4) == b"PK\x03\x04"
-    stream.seek(start)
     try:
         archive = zipfile.ZipFile(stream)
     except (zipfile.BadZipFile, ValueError, OSError) as error:
-        if begins_as_zip:
-            raise _damaged(label, "it begins as one and has no proper end", error) from error
         raise ValueError(
-            f"{label} is not an npz file, which is a zip of .npy arrays. "
-            "What chainring.serializers.save wrote is loaded with chainring.serializers.load"
+            f"{label} is not an npz file, which is a zip of .npy arrays, or it is truncated or damaged ({error}). What "
+            "chainring.serializers.save wrote is loaded with chainring.serializers.load"
         ) from error
     members = archive.namelist()
     invalid = [name for name in members if not name.endswith(".npy")]

@@ -153,7 +153,9 @@ def _match(saved: Mapping[str, str], own: list[str], tied: Mapping[str, list[str
     fitting = {where: names for where, names in renamed.items() if is_complete(names.values())}
     if len(fitting) > 1:
         raise ValueError(f"has the names of this model below each of {', '.join(fitting)}: name one by path_in_snapshot")
-    return next(((names, f", which stand below {where}") for where, names in fitting.items()), (dict(saved), ""))
+    for where, names in fitting.items():
+        return names, f", which stand below {where}"
+    return dict(saved), ""
 
 
 def _misfit(saved: Any, own: Any) -> tuple[str, bool]:
