@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -511,6 +512,19 @@ def test_the_first_group_is_formed_again(tmp_path, function):
     """Without a rank that is lost while all of them form it."""
     assert end_of(3, count, tmp_path, before=partial(die_in, function)) == [-signal.SIGKILL, 0, 0]
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["['1', '2']"] * 2
+
+
+def form_in_vain(rank):
+    """On rank 1 a group before, whose other rank does not come."""
+    if rank == 1:
+        settings = {"rank": 1, "world_size": 2, "timeout": timedelta(seconds=0.1)}
+        with pytest.raises(torch.distributed.DistError):
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), **settings)
+
+
+def test_a_group_that_could_not_be_formed_does_not_count(tmp_path):
+    """PyTorch names groups by their number, by which ranks would miss one another for ever."""
+    assert end_of(2, count, tmp_path, before=form_in_vain) == [0, 0]
 
 
 def break_last(rank):

@@ -386,6 +386,8 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
         groups = list_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # PyTorch names groups by their number, also one that could not be formed: names have to be the same on all ranks.
+        dist.distributed_c10d._world.group_count = 0
 
         def end() -> None:  # before, it would wait, and hold the interpreter where it is the last to refer to them
             while not all(work.is_completed() for work in works):

@@ -456,7 +456,8 @@ def _shortened(lines: list[str]) -> list[str]:
 
 
 def _left_out_lines(repetition: Repetition, files: list[str]) -> list[str]:
-    left_out = [*sorted(repetition.keys), *sorted(repetition.paths), *sorted(files)]
+    lists = {re.sub(r"/\d+$", "", path) for path in repetition.paths}  # not each of their elements
+    left_out = [*sorted(repetition.keys), *sorted(lists), *sorted(files)]
     if not left_out:
         return []
     return [f"Not compared, because two starts of the program differ in: {list_names(left_out, _MAX_LINES)}"]
