@@ -151,6 +151,7 @@ def test_times_and_speeds_do_not_count():
     text = report(programs.timed)
     assert text.startswith("exact")
     assert "extensions/Times/lasted" in text
+    assert "memory" not in text
 
 
 def test_a_file_in_which_work_is_written_twice_differs():

@@ -171,14 +171,10 @@ def _final_values(task: Task, logs: list[str], repetition: Repetition) -> dict[s
     flat = {at: leaf for path, value in state.items() for at, leaf in leaves(path, value)}
     prefixes = [path.removesuffix("passed") for path in flat if path.endswith("/passed")]
     skipped = [prefix for prefix in prefixes if {f"{prefix}next", f"{prefix}period"} <= flat.keys()]  # of a TimeTrigger
-    for path, value in state.items():
-        if path.endswith("/names") and isinstance(value, list):  # of a summary, whose values are numbered
-            prefix = path.removesuffix("names")
-            skipped += [f"{prefix}{index}/" for index, name in enumerate(value) if name in left_out]
     values: dict[str, Any] = {}
     for path, value in flat.items():
         is_reported = path.startswith(("observation/", "extensions/"))
-        is_left_out = is_reported and any(path.endswith(f"/{key}") for key in left_out)
+        is_left_out = is_reported and any(f"/{key}/" in f"{path}/" for key in left_out)
         if _TIME not in path.split("/") and not is_left_out and not path.startswith(tuple(skipped)):
             values[path] = value
     for log in logs:
@@ -456,8 +452,7 @@ def _shortened(lines: list[str]) -> list[str]:
 
 
 def _left_out_lines(repetition: Repetition, files: list[str]) -> list[str]:
-    lists = {re.sub(r"/\d+$", "", path) for path in repetition.paths}  # not each of their elements
-    left_out = [*sorted(repetition.keys), *sorted(lists), *sorted(files)]
+    left_out = [*sorted(repetition.keys), *sorted(repetition.paths), *sorted(files)]
     if not left_out:
         return []
     return [f"Not compared, because two starts of the program differ in: {list_names(left_out, _MAX_LINES)}"]
