@@ -513,7 +513,9 @@ def explain_absence(place: Place) -> Exception:
         if (target := open_place(above).link_target(name)) is not None:
             return FileNotFoundError(f"{place} is a link to {target}, which is not there")
         names = open_store(above).names() if (os.path.isdir(above) if is_local else has_name(above)) else []
-        remedy = f"{above} has {list_names(names, _MAX_NAMES)}" if names else "give the path of a snapshot or of a model's file"
+        remedy = (
+            f"{above} has {list_names(names, _MAX_NAMES)}" if names else "give the path of a snapshot or of a model's file"
+        )
         return FileNotFoundError(f"there is no {place}; {remedy}")
     if is_local and not os.path.isdir(place):
         return FileNotFoundError(f"{place} is neither a regular file nor a directory")
