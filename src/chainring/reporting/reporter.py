@@ -109,10 +109,12 @@ class Reporter:
         reported: the values reported so far, and how they are kept.
         watchers: called with the full key and the value of each report; the value is the original one, with its graph.
         media_watchers: called with the key and the content of each `report_image`, `report_text` and `report_histogram`.
+        said: the keys of which a warning has said that their values have no mean, by whoever has met them first.
     """
 
     def __init__(self) -> None:
         self.reported = Reported({})
+        self.said: set[str] = set()
         self.watchers: tuple[Callable[[str, Any], None], ...] = ()
         self.media_watchers: tuple[Callable[[str, Any], None], ...] = ()
         self._names: dict[int, tuple[Any, str]] = {}  # by id, with a reference that keeps the id from being reused

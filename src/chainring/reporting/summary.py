@@ -26,7 +26,7 @@ from chainring._messages import warn
 from chainring.converters import to_device
 from chainring.reporting import _metrics
 from chainring.reporting._metrics import is_metric
-from chainring.reporting.reporter import Stack, stack_tensors
+from chainring.reporting.reporter import Stack, current, stack_tensors
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
 
 if TYPE_CHECKING:
@@ -324,8 +324,11 @@ class DictMeans(Stateful):
 
     def _say(self, key: str, value: Any) -> None:
         """Warn, once for each key, of a value of which there is no mean; of a text nobody expects one."""
-        if self._said is not None and key not in self._said and not isinstance(value, (str, bytes, NoneType)):
-            self._said.add(key)
+        if self._said is None or isinstance(value, (str, bytes, NoneType)):
+            return
+        said = self._said if current.reporter is None else current.reporter.said  # one cause, which an Evaluator meets too
+        if key not in said:
+            said.add(key)
             warn(
                 f"what was given as {key!r} is not averaged: a mean is of single numbers, and it is {_describe(value)}; "
                 "give a number, such as .mean() or float(), or leave it out: LogReport(keys=...)"

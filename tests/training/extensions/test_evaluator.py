@@ -182,11 +182,11 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("virtual_ranks", [None, 2])
 @pytest.mark.parametrize("source", WITHOUT_A_BATCH.values(), ids=WITHOUT_A_BATCH)
-def test_an_evaluation_without_a_batch_is_said(source, virtual_ranks):
-    """Its keys are missing in the log, and no error tells why."""
+def test_an_evaluation_without_a_batch_is_refused(source, virtual_ranks):
+    """Its keys would be missing in the log."""
     evaluator = Evaluator(source(), Mean(), virtual_ranks=virtual_ranks)
-    with pytest.warns(UserWarning, match="'validation' reports nothing, because its iterator gave no batch; check"):
-        assert evaluator.evaluate() == {}
+    with pytest.raises(ValueError, match="the validation has no data, because its iterator gave no batch; check"):
+        evaluator.evaluate()
 
 
 def test_an_evaluation_that_only_looks_needs_no_word():
@@ -201,6 +201,16 @@ def test_a_value_of_an_evaluation_that_has_no_mean_is_said():
     evaluator = Evaluator(once(values(1, 2, 3)), nn.Identity(), eval_func=lambda x: report({"each": x}))
     with pytest.warns(UserWarning, match="'each' is not averaged.*Tensor of shape"):
         assert evaluator.evaluate() == {}
+
+
+def test_a_value_that_has_no_mean_is_said_once_in_a_run(tmp_path):
+    """Training and two evaluations report it, a log and a table miss it: one cause, one warning."""
+    evaluator = Evaluator(once(values(1, 2, 3)), nn.Identity(), eval_func=lambda x: report({"each": x}))
+    table = extensions.PrintReport(["epoch", "each", "validation/each"], out=io.StringIO())
+    log = extensions.LogReport(trigger=(1, "iteration"))
+    with pytest.warns(UserWarning, match="'each' is not averaged") as caught:
+        run(Counting([{"each": torch.ones(3)}] * 2), 2, tmp_path, evaluator, log, table)
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize("collate", [DataLoader, list], ids=["DataLoader", "list of batches"])

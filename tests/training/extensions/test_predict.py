@@ -115,11 +115,10 @@ def test_between_updates_it_changes_no_bit_of_a_run(tmp_path):
         (cnn.Classifier(nn.Linear(2, 3)), in_order, ValueError, "a row for each of the 4 examples"),
         (nn.Linear(2, 3), in_order, TypeError, "give predict_func="),
         (Net(), lambda: SerialIterator(DATA, 4), ValueError, "repeat"),
-        (Net(), list, ValueError, "nothing to predict"),
+        (Net(), list, ValueError, "the prediction has no data"),
         (lambda: None, in_order, TypeError, "nn.Module"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:the evaluation 'prediction' reports nothing")
 def test_it_refuses_what_has_no_rows_in_order(model, make, error, text):
     """A loss instead of rows, other inputs, an endless iterator, no batch, no model: with the remedy."""
     with pytest.raises(error, match=text):

@@ -20,7 +20,6 @@ from chainring._distributed.communicator import Communicator, as_communicator, d
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Deal
 from chainring._hints import EVALUATION, hinting
-from chainring._messages import warn
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
 from chainring.datasets._batches import count_examples, require_count, take_examples
@@ -208,7 +207,11 @@ class Evaluator(Extension):
         return means
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean of each reported value over one pass by key, such as ``main/loss``, without reporting them."""
+        """Return the mean of each reported value over one pass by key, such as ``main/loss``, without reporting them.
+
+        Raises:
+            ValueError: the iterator gave no batch.
+        """
         if self.eval_hook is not None:
             self.eval_hook(self)
         iterator = self._iterators["main"]
@@ -257,9 +260,9 @@ class Evaluator(Extension):
         if any(have_weights):
             means["main/weight"] = summary.total_weight("main/weight")  # of all batches and ranks, and not their mean
         if not have_weights and not means:  # on no rank
-            warn(
-                f"the evaluation {self.default_name!r} reports nothing, because its iterator gave no batch; check that "
-                "its data are not empty, and not fewer than a batch with drop_last"
+            raise ValueError(
+                f"the {self.default_name} has no data, because its iterator gave no batch; check that they are not empty, "
+                "and not fewer than a batch with drop_last"
             )
         return means
 
@@ -434,8 +437,6 @@ def predict(
     prediction = _Prediction(iterator, model, converter, device=device, precision=precision)
     outputs = prediction.run(comm, partial(predict_func, model) if predict_func else model)
     by_batch = [part for batch in zip(*comm.gather_object(outputs), strict=True) for part in batch]
-    if not by_batch:
-        raise ValueError("there is nothing to predict, because the iterator gave no batch")
     return _map(partial(_join, size=comm.size), *by_batch)
 
 

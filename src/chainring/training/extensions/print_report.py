@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -56,6 +56,7 @@ class PrintReport(Extension):
         self._out = out
         self._report: Any = None  # during the run
         self._keys: dict[str, None] = {}  # of the rows so far
+        self._said: Collection[str] = ()  # the keys of which another warning says why they have no values
         self._printed = 0
         self._table: _NotebookTable | None = None
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
@@ -80,7 +81,7 @@ class PrintReport(Extension):
             raise KeyError(f"PrintReport shows the rows of a LogReport: {error.args[0]}; {remedy}") from None
         if not hasattr(report, "log"):
             raise TypeError(f"PrintReport shows the rows of a LogReport, and {self._log_report!r} has no log")
-        self._report, out = report, self._stream()
+        self._report, self._said, out = report, trainer.reporter.said, self._stream()
         self._table = _NotebookTable(self._entries, out) if is_notebook(out) else None
         self._print_new(immediately=True)
 
@@ -98,7 +99,8 @@ class PrintReport(Extension):
     def finalize(self) -> None:
         self._print_new(immediately=True)
         # Only now, because a key may come late, such as that of an occasional evaluation.
-        blank = [entry for entry in self._entries or () if entry not in self._keys]
+        said = tuple(f"/{key}" for key in self._said)  # an evaluation has put its name before some
+        blank = [key for key in self._entries or () if key not in self._keys and not f"/{key}".endswith(said)]
         if self._report is not None and self._keys and blank:
             warn(f"PrintReport found no values for {blank}; the rows have {list(self._keys)}")
         self._report = None
