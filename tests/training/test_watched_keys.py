@@ -73,6 +73,7 @@ WATCHERS = {
         lambda trainer: None,
         triggers.MinValueTrigger("main/loss", triggers.MaxValueTrigger(key)),
     ),
+    "BestValue": lambda key: (extensions.MinValue(key), None),
     "LRScheduler": lambda key: (plateau(key), None),
     "PlotReport": lambda key: (extensions.PlotReport(["main/loss", key]), None),
     "PrintReport": lambda key: (extensions.PrintReport(["epoch", "main/loss", key, "elapsed_time"]), None),

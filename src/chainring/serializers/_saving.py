@@ -26,7 +26,6 @@ from chainring._distributed.sharding import assign_writers, is_sharded
 from chainring._environment import versions
 from chainring._files import Sink, SizedSink, atomic_write, below_home, is_url
 from chainring._naming import name_cleaner, unwrap
-from chainring._places import open_place
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._store import STATE, Place, SavedSnapshot, Snapshots, WriteFile, Written, open_store, split
 from chainring.serializers._values import TENSORS, find_aliases
@@ -421,7 +420,7 @@ def replacing(target: Place) -> Iterator[BinaryIO]:
             yield file
         return
     above, name = split(target)
-    files = open_place(above)
+    files = open_store(above).files
     if SavedSnapshot(files, name).exists():
         raise FileExistsError(f"{target} is a snapshot, and is not replaced by a file; choose another name")
     with tempfile.TemporaryFile(prefix="chainring-") as content:  # whoever writes it may go back in it

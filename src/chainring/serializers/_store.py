@@ -21,7 +21,7 @@ from typing import Any
 
 from chainring._files import Sink, is_regular, is_url, parse_strict, write_error
 from chainring._messages import list_names
-from chainring._places import base, open_place
+from chainring._places import base
 from chainring._places.base import MANIFEST, STAMP, RemoteError, StoredFile, check_name, digest_of
 
 Place = str | os.PathLike[str]
@@ -413,6 +413,15 @@ def find_newest(
     if damaged:
         raise CorruptError(f"none of the snapshots {damaged} in {store} is undamaged; move them away to start again")
     return None
+
+
+def open_place(address: Place) -> base.Place:
+    """Return what is at a path or an address; nothing needs to be there."""
+    if is_url(address):
+        from chainring._places.remote import RemotePlace  # the door to object stores, which few programs need
+
+        return RemotePlace(os.fspath(address))
+    return base.Directory(address)
 
 
 def split(place: Place) -> tuple[str, str]:

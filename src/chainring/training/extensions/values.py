@@ -78,14 +78,15 @@ class BestValue(BestMean, Extension):
     def __call__(self, trainer: Trainer) -> None:
         updater = trainer.updater
         mean = self._means.end(trainer).get(self.key)
-        if mean is None:
+        if mean is not None:
+            if self.improve(mean):
+                self._reached = updater.iteration, updater.epoch
+        elif not trainer.is_rehearsing:  # which raises where the key is not reported
             self._warning.give(
                 f"{type(self).__name__} has nothing to compare at iteration {updater.iteration}: since its interval began, "
                 f"{self.key!r} was not reported as a single number; reported now are "
                 f"{sorted(trainer.observation, key=str)}. This warning is given once; check the key",
             )
-        elif self.improve(mean):
-            self._reached = updater.iteration, updater.epoch
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         best = serializer("best", None if self._best is None else [self._best, *self._reached])

@@ -89,6 +89,11 @@ class BestMean:
         self._best: float | None = None
         self._warning.was_given = False
 
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        """The key; a rehearsal raises an error if it is not reported."""
+        return (self.key,)
+
     def identity(self, trainer: Trainer) -> Sequence[str]:
         """Return the key."""
         return (self.key,)
@@ -149,7 +154,7 @@ class BestValueTrigger(BestMean, Trigger):
 
     @property
     def watched_keys(self) -> Sequence[str]:
-        return (self.key, *keys_of(self.trigger))
+        return (*super().watched_keys, *keys_of(self.trigger))
 
     def ask(self, trainer: Trainer) -> bool:
         if not self._is_asked:  # else again, since ranks were lost meanwhile
