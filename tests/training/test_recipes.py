@@ -185,7 +185,7 @@ def test_throughput_and_the_profile_have_the_names_of_the_page(monkeypatch):
         assert {f"system/{name}" for name in names} <= row.keys()
     with open("profiled/profile.txt") as table:
         phases = [line.partition("  ")[0] for line in table.read().splitlines()[2:]]
-    assert phases[:5] == ["first batch", "data", "forward", "backward", "update"]
+    assert phases[:6] == ["first batch", "data", "forward", "backward", "step", "update"]
     assert "extension:LogReport" in phases
 
 

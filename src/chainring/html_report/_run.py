@@ -69,13 +69,10 @@ class Run:
     @property
     def advice(self) -> str | None:
         """Where the time went and what to do first, in one line; ``None`` where the times tell nothing worth saying."""
-        if self.rank_seconds is not None:
-            count, ranks = self.rank_seconds.iteration, self.rank_seconds.ranks
-            stages = {stage for seconds in ranks for stage in seconds}
-            return advise({stage: count * sum(s.get(stage, 0.0) for s in ranks) / len(ranks) for stage in stages}, count)
-        if self.profile is None or not str(self.record.get("device", "")).startswith("cpu"):  # elsewhere work goes on beside
-            return None
-        return advise(self.profile.seconds, self.profile.iterations)
+        times = None if self.rank_seconds is None else self.rank_seconds.times
+        if times is None and str(self.record.get("device", "")).startswith("cpu"):  # elsewhere work goes on beside
+            times = self.profile
+        return None if times is None else advise(times.seconds, times.iterations)
 
     @property
     def models(self) -> list[Model]:
@@ -134,7 +131,7 @@ def read_run(place: Place, *, verify: bool = True, number_of_runs: int = 1, file
     record = dict(source.record) if error is None else {}
     notes = [path.read_bytes()[:_MAX_NOTES] for path in map(source.file, _NOTES) if path is not None]
     text = "\n\n".join(note.decode("utf-8", "replace").strip() for note in notes)
-    profile, rank_seconds = _read_profile(source), _read_rank_seconds(source)
+    profile, rank_seconds = _profile_of(_read_object(source, "profile.json")), _read_rank_seconds(source)
     faults = source.faults() if number_of_runs == 1 else []
     return Run(source.name, record, error, logs, snapshots, profile, rank_seconds, _read_graph(source), text, faults)
 
@@ -217,14 +214,13 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The seconds of each phase of an iteration, as `Profiler` writes them when a run ends."""
+    """The seconds of each phase of some iterations, as `Profiler` and `RankTimes` write them."""
 
     iterations: int
     seconds: dict[str, float]
 
 
-def _read_profile(source: FinishedRun) -> Profile | None:
-    content = _read_object(source, "profile.json")
+def _profile_of(content: dict[str, Any]) -> Profile | None:
     iterations, seconds = content.get("iterations"), content.get("seconds")
     return Profile(iterations, _known_seconds(seconds)) if _is_count(iterations) and iterations else None
 
@@ -239,6 +235,7 @@ class RankSeconds:
 
     iteration: int
     ranks: list[dict[str, float]]
+    times: Profile | None  # of rank 0, in all reports
 
     @property
     def longest(self) -> float:
@@ -252,7 +249,7 @@ def _read_rank_seconds(source: FinishedRun) -> RankSeconds | None:
     if not _is_count(iteration) or not isinstance(ranks, list):
         return None
     known = [_known_seconds(stages) for stages in ranks]
-    return RankSeconds(iteration, known) if any(known) else None
+    return RankSeconds(iteration, known, _profile_of(content)) if any(known) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,20 +19,20 @@ _SMALL = 0.001  # seconds of an update, most of which are Python's and not the m
 _SEVERAL = re.compile(r"(extension:(?:validation|snapshot|LogReport))_\d+")
 _COMPUTING = ("forward", "backward", "update", "step")
 _REMEDIES = {
-    "data": ("waiting for data", "workers (MultiprocessIterator), more of them, or a faster transform"),
+    "data": (
+        "waiting for data",
+        "more workers (MultiprocessIterator, which takes your converter= too), or a faster transform",
+    ),
     "communication": (
-        "exchanging with other ranks",
-        "accumulate=k, to exchange less often; RankTimes names a slow rank",
+        "exchanging with other ranks, or waiting for them",
+        "if RankTimes names a slow rank, a look at that, otherwise accumulate=k, to exchange less often",
     ),
-    "waiting": ("waiting for other ranks", 'balance="speed" with virtual_ranks, or a look at the rank that RankTimes names'),
-    "update": (
-        "in the step of the optimizer and what is around it",
-        "fused=True, if the optimizer has it, or less in callbacks and after the step",
-    ),
-    "loop": ("between updates", "fewer triggers, and less in the observe methods of extensions"),
+    "step": ("in the step of the optimizer", "fused=True, if the optimizer has it, or less in its hooks"),
+    "update": ("around the step of the optimizer", "less in callbacks, in clipping, and in checks of gradients"),
+    "loop": ("between updates", "fewer or faster triggers"),
     "extension:validation": ("evaluating", "a less frequent trigger, or fewer examples"),
-    "extension:snapshot": ("taking snapshots", "a less frequent trigger, a faster disk, or snapshot(frozen=False)"),
-    "extension:LogReport": ("writing the log", "a less frequent trigger, or faster writers"),
+    "extension:snapshot": ("taking snapshots", "a less frequent trigger, or a faster disk"),
+    "extension:LogReport": ("in the log", "fewer reported values, a less frequent trigger, or faster writers"),
 }
 
 
@@ -40,7 +40,7 @@ def advise(seconds: Mapping[str, float], iterations: int) -> str | None:
     """Return the line about the seconds of each phase of some iterations; ``None`` if nothing is worth saying.
 
     Time in the model is where it should be, unless updates are so small that most of it is Python's. The first batch, for
-    which workers start, comes once. The update of an updater of which no forward or backward is known is not all a step.
+    which workers start, comes once. What is around the step is known where forward and backward are.
     """
     total = sum(seconds.values())
     if total < _LEAST_SECONDS or not iterations:
@@ -49,10 +49,10 @@ def advise(seconds: Mapping[str, float], iterations: int) -> str | None:
     phases: defaultdict[str, float] = defaultdict(float)  # extensions of one kind together
     for phase, spent in seconds.items():
         several = _SEVERAL.fullmatch(phase)
-        phases[several[1] if several else "update" if phase == "step" else phase] += spent
+        phases[several[1] if several else phase] += spent
     is_small = computing / iterations < _SMALL
-    is_step = not is_small and phases["forward"] + phases["backward"] > 0
-    others = phases.keys() - {"forward", "backward", "first batch", *([] if is_step else ["update"])}
+    own = set(_COMPUTING) if is_small or phases["forward"] + phases["backward"] == 0 else {"forward", "backward"}
+    others = phases.keys() - own - {"first batch"}
     largest = max(sorted(others), key=phases.__getitem__, default="")
     share = phases[largest] / total
     if is_small and computing / total > max(share, _LEAST_SHARE):
@@ -63,8 +63,8 @@ def advise(seconds: Mapping[str, float], iterations: int) -> str | None:
     elif largest in _REMEDIES:
         where, remedy = _REMEDIES[largest]
     else:
-        where = f"in extension {printable(largest.removeprefix('extension:'))!r}" if ":" in largest else f"in {largest}"
-        remedy = "a less frequent trigger, or less to do in it"
+        where = f"in extension {printable(largest.removeprefix('extension:'))!r}"
+        remedy = "less to do in it, or a less frequent trigger"
     return f"{100 * share:.0f} % of the time {where}; what helps first: {remedy}"
 
 

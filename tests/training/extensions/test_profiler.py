@@ -96,7 +96,8 @@ def test_each_phase_has_its_own_time(tmp_path, clock, settings, parts_of_update)
         "forward": 3 * (2 * parts_of_update + own),
         "backward": 3 * 4 * parts_of_update,
         "communication": 0,
-        "update": 3 * 8,
+        "step": 3 * 8,
+        "update": 0,
         "loop": 0,
         "extension:<lambda>": 3 * 16,
     }
@@ -159,7 +160,7 @@ def test_the_table_is_written_when_the_run_ends(tmp_path, clock):
         ["data", "3.1%", "500.000", "1.000"],
         ["forward", "12.5%", "2000.000", "4.000"],
         ["backward", "25.0%", "4000.000", "8.000"],
-        ["update", "50.0%", "8000.000", "16.000"],
+        ["step", "50.0%", "8000.000", "16.000"],
         ["extension:fail", "6.2%", "1000.000", "2.000"],
         ["all", "100.0%", "16000.000", "32.000"],
     ]
@@ -167,7 +168,7 @@ def test_the_table_is_written_when_the_run_ends(tmp_path, clock):
     assert data == {
         "iterations": 2,
         "seconds": {
-            "first batch": 1, "data": 1, "forward": 4, "backward": 8, "communication": 0, "update": 16, "loop": 0,
+            "first batch": 1, "data": 1, "forward": 4, "backward": 8, "communication": 0, "step": 16, "update": 0, "loop": 0,
             "extension:fail": 2,
         },
     }  # fmt: skip
@@ -209,7 +210,7 @@ def test_a_rehearsal_does_not_count(tmp_path, clock):
     trainer = training.Trainer(slow_updater(clock), (1, "iteration"), str(tmp_path), [profiler])
     trainer.rehearse()
     trainer.run()
-    assert (profiler.iterations, profiler.seconds["update"]) == (1, 8)
+    assert (profiler.iterations, profiler.seconds["step"]) == (1, 8)
 
 
 def test_a_resumed_run_measures_what_this_process_does(tmp_path, clock):

@@ -17,7 +17,7 @@ from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
-PHASES = ("data", "forward", "backward", "communication", "update", "loop")
+PHASES = ("first batch", "data", "forward", "backward", "communication", "step", "update", "loop")
 _STAGES = {
     "batch_on_finish": "data",
     "forward_on_start": "data",
@@ -62,12 +62,14 @@ class PhaseWatch(Extension, Observer):
         self._undo = ExitStack()  # what takes the measuring out of the trainer again
         self._last: Any = None  # the time of the last mark
         self._has_stages = False  # True if callbacks have been called in this update
-        self._is_stepping = False  # True after the first step of this update
+        self._has_stepped = False  # True after the first step of this update
+        self._open_steps = 0  # of which one may call that of its base class, which calls the hooks too
+        self._is_first = True  # until an update has ended: for its batches workers start
         self._is_on_host = True  # else a phase ends when its work was submitted
 
     def initialize(self, trainer: Trainer) -> None:
         updater: Any = trainer.updater
-        self._is_on_host = accelerator_of(trainer) is None
+        self._is_first, self._is_on_host = True, accelerator_of(trainer) is None
         self._undo.callback(trainer.watch(self))
         if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
             stages = _STAGES if trainer.comm.world.size > 1 else {**_STAGES, "comm_on_finish": "update"}  # alone, none waits
@@ -77,7 +79,7 @@ class PhaseWatch(Extension, Observer):
                 self._undo.callback(updater.callbacks.remove, stage, mark)
         for optimizer in updater.get_all_optimizers().values():
             self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-            self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._mark("update")).remove)
+            self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
         self.seconds |= {f"extension:{entry.name}": 0.0 for entry in trainer.entries if entry.extension is not self}
         reporter, watch = trainer.reporter, self._watch
         reporter.watchers += (watch,)
@@ -95,10 +97,11 @@ class PhaseWatch(Extension, Observer):
         self._last = None
 
     def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
-        self._has_stages = self._is_stepping = False
+        self._has_stages, self._has_stepped, self._open_steps = False, False, 0
         self._mark("loop")
         update()
         self._mark("update")
+        self._is_first = False
         self.iterations += 1
 
     def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
@@ -123,7 +126,7 @@ class PhaseWatch(Extension, Observer):
     def _mark_stage(self, stage: str, phase: str, context: UpdateContext) -> None:
         # An update_core of one's own may fetch batches by next_batch, and do the rest in no stages.
         self._has_stages = self._has_stages or stage != "batch_on_finish"
-        self._mark(phase)
+        self._mark("first batch" if self._is_first and phase == "data" else phase)
 
     def _watch(self, key: str, value: Any) -> None:
         # Without stages, the loss that is reported with its graph is the end of the forward.
@@ -131,6 +134,9 @@ class PhaseWatch(Extension, Observer):
             self._mark("forward")
 
     def _before_step(self, *_: Any) -> None:
-        # A step that calls the step of its base class comes here twice.
-        self._mark("update" if self._has_stages or self._is_stepping else "backward")
-        self._is_stepping = True
+        self._mark("step" if self._open_steps else "update" if self._has_stages or self._has_stepped else "backward")
+        self._open_steps += 1
+
+    def _after_step(self, *_: Any) -> None:
+        self._mark("step")
+        self._open_steps, self._has_stepped = self._open_steps - 1, True

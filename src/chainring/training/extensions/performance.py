@@ -343,16 +343,15 @@ class SystemMetrics(Extension):
 _TABLE = "profile.txt"
 _DATA = "profile.json"
 _TRACE = "profile_trace.json"
-_FIRST_BATCH = "first batch"
 
 
 class Profiler(PhaseWatch):
     """Measures how long each phase of an iteration takes, and writes ``profile.txt`` and ``profile.json`` when the run ends.
 
     The phases are ``data`` (fetching and converting a batch; ``first batch`` that of the first update, for which workers
-    start), ``forward``, ``backward``, ``communication`` between ranks, ``update`` (the optimizer's step), each extension
-    (``extension:LogReport``), and ``loop`` (everything else, such as triggers). In another updater than a `StandardUpdater`
-    what cannot be assigned to another phase counts as ``update``. The profiler never synchronizes: on an accelerator, a
+    start), ``forward``, ``backward``, ``communication`` between ranks, ``step`` of the optimizer, ``update`` (what is around
+    it, such as callbacks), each extension (``extension:LogReport``), and ``loop`` (everything else, such as triggers). In
+    another updater than a `StandardUpdater` what cannot be assigned to another phase counts as ``update``. The profiler never synchronizes: on an accelerator, a
     phase is the time until its work was submitted. It costs less than a microsecond per phase.
 
     Example::
@@ -384,14 +383,11 @@ class Profiler(PhaseWatch):
         self._out: Path | None = None
         self._recorder: Any = None
 
-    def _mark_stage(self, stage: str, phase: str, context: UpdateContext) -> None:
-        super()._mark_stage(stage, phase if self.iterations or phase != "data" else _FIRST_BATCH, context)
-
     def __call__(self, trainer: Trainer) -> None:
         """Do nothing: the profiler measures all the time, and its trigger never fires."""
 
     def initialize(self, trainer: Trainer) -> None:
-        self.seconds, self.iterations = dict.fromkeys((_FIRST_BATCH, *PHASES), 0.0), 0
+        self.seconds, self.iterations = dict.fromkeys(PHASES, 0.0), 0
         self._out = Path(trainer.out) if trainer.comm.is_main else None
         super().initialize(trainer)
 

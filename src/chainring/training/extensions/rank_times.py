@@ -27,7 +27,10 @@ from chainring.training.updaters.callbacks import UpdateContext
 
 DATA = "rank_times.json"
 _SLOW = 1.2  # times the median of all ranks, beyond which a rank is named
-_STAGES = {"data": "data", "forward": "forward", "backward": "backward", "update": "step", "communication": "waiting"}
+_STAGES = {
+    "first batch": "data", "data": "data", "forward": "forward", "backward": "backward", "step": "step", "update": "step",
+    "communication": "waiting",
+}  # fmt: skip
 
 
 class RankTimes(PhaseWatch):
@@ -155,7 +158,9 @@ class RankTimes(PhaseWatch):
     def __call__(self, trainer: Trainer) -> None:
         if not self.iterations:
             return
-        stages = {name: self.seconds[phase] / self.iterations for phase, name in _STAGES.items()}
+        stages = dict.fromkeys(_STAGES.values(), 0.0)
+        for phase, name in _STAGES.items():
+            stages[name] += self.seconds[phase] / self.iterations
         stages["other"] = sum(s for phase, s in self.seconds.items() if phase not in PHASES) / self.iterations
         gathered = trainer.comm.world.gather_object((stages, socket.gethostname(), str(trainer.comm.world.device)))
         self._reported = self.measured_phases
@@ -166,6 +171,7 @@ class RankTimes(PhaseWatch):
             stages["other"] -= least
         if trainer.comm.is_main:
             data = {"iteration": trainer.updater.iteration, "hosts": [host for _, host, _ in gathered], "ranks": self.ranks}
+            data |= {"seconds": self._reported[0], "iterations": self._reported[1]}  # of this rank, in all reports
             replace_file(Path(trainer.out) / DATA, json.dumps(data, indent=1) + "\n")
         seconds = [sum(_work(stages).values()) for stages in self.ranks]
         slowest, usual = int(np.argmax(seconds)), float(np.median(seconds))
