@@ -351,8 +351,9 @@ class Profiler(PhaseWatch):
     The phases are ``data`` (fetching and converting a batch; ``first batch`` that of the first update, for which workers
     start), ``forward``, ``backward``, ``communication`` between ranks, ``step`` of the optimizer, ``update`` (what is around
     it, such as callbacks), each extension (``extension:LogReport``), and ``loop`` (everything else, such as triggers). In
-    another updater than a `StandardUpdater` what cannot be assigned to another phase counts as ``update``. The profiler never synchronizes: on an accelerator, a
-    phase is the time until its work was submitted. It costs less than a microsecond per phase.
+    another updater than a `StandardUpdater` what cannot be assigned to another phase counts as ``update``. The profiler
+    never synchronizes: on an accelerator, a phase is the time until its work was submitted. It costs less than a microsecond
+    a phase.
 
     Example::
 
