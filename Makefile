@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test compat device check lint wheel release browser docs migration libraries faults bench growth clean .long .faults .ranks
+.PHONY: help install demo test compat device check lint wheel release browser docs migration libraries faults bench growth clean .long .faults .ranks .lost
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -76,8 +76,9 @@ gpu: install  ## the same tests on an NVIDIA GPU, with a build of PyTorch for it
 	PYTHONPATH=tests/device $(BIN)/python -m pytest -p on_device --device cuda --numprocesses 8 $(ON_DEVICE)
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, a device, faults, ranks, speed
-	$(MAKE) --jobs 3 --output-sync=target $(VENV)/.chainer $(VENV)/.libraries wheel lint  # most of which downloads
-	$(MAKE) --jobs 2 --output-sync=target .long device .faults .ranks browser libraries  # the longest first
+	$(MAKE) --jobs 3 --output-sync=target $(VENV)/.chainer $(VENV)/.libraries lint  # of which two download
+# The longest first, and what waits for ranks and services beside what computes.
+	$(MAKE) --jobs 3 --output-sync=target .long device .lost .ranks .faults libraries browser wheel
 	$(BIN)/python benchmarks/gate.py  # with nothing beside it
 
 .long: $(VENV)/.chainer
@@ -86,8 +87,11 @@ check: install  ## what CI runs besides the tests: style, types, packages, pages
 .faults: $(VENV)/.libraries  # of whose optimizers random programs are made
 	$(VENV)/libraries/bin/python tests/faults/run.py
 
+.lost: install  # forty tries, whose ranks wait for those that are lost
+	$(BIN)/python tests/distributed/run.py --only lost
+
 .ranks: install
-	$(BIN)/python tests/distributed/run.py
+	$(BIN)/python tests/distributed/run.py --but lost
 
 faults: $(VENV)/.libraries  ## kills, signals, damage, random programs, lost ranks, in large numbers
 	$(VENV)/libraries/bin/python tests/faults/run.py --large

@@ -47,7 +47,9 @@ def main(text, rows, make_bench):
     """Runs a table as the command line asks; returns the exit status."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", action="store_true", help="the large numbers")
-    parser.add_argument("--only", metavar="ROW", choices=[row.name for row in rows], help="one row of the table")
+    names = [row.name for row in rows]
+    parser.add_argument("--only", metavar="ROW", choices=names, help="one row of the table")
+    parser.add_argument("--but", metavar="ROW", choices=names, help="every row of the table but this one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--try", type=int, dest="number", help="one try of the row")
     arguments = parser.parse_args()
@@ -57,7 +59,7 @@ def main(text, rows, make_bench):
     lines, failed = [], 0
     with make_bench() as bench:
         for row in rows:
-            if arguments.only not in (None, row.name):
+            if arguments.only not in (None, row.name) or row.name == arguments.but:
                 continue
             began = time.monotonic()
             wanted = row.large if arguments.large else getattr(row, "small", 1)
