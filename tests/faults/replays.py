@@ -7,19 +7,18 @@ import json
 import math
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
 
 import poisoned_program
 from bench import Row
 
+import forked
 import replay_program
 from chainring.testing import replay
 from tries import WrongEndError
 
 LENGTH, TRIES_OF_A_RUN = 150, 25
-COMMAND = [sys.executable, "-m", "chainring", "bisect", "--json"]
+COMMAND = ["-m", "chainring", "bisect", "--json"]
 
 
 def any_iteration(bench, number, draw, place):
@@ -42,8 +41,8 @@ def _killed_run(bench, number):
         place.mkdir()
         kills = sorted(random.Random(number).sample(range(1, LENGTH), 3))
         for kill in (*kills, LENGTH + 1):
-            command = [sys.executable, replay_program.__file__, place / "out", place / "kept", str(kill), str(LENGTH)]
-            code = subprocess.run(command, capture_output=True, check=False).returncode
+            command = [replay_program.__file__, place / "out", place / "kept", str(kill), str(LENGTH)]
+            code = forked.run(command).returncode
             if code != (-signal.SIGKILL if kill <= LENGTH else 0):
                 raise WrongEndError(f"the run that was to be killed after iteration {kill} ended with {code}")
     return place / "out", replay_program.read_kept(place / "kept")
@@ -55,9 +54,8 @@ def poisoned(bench, number, draw, place):
     value, is_recorded = draw.choice(["1e4", "nan"]), number % 2 == 0
     script, arguments = poisoned_program.__file__, [str(place / "out"), str(example), value]
     arguments += ["--recorded"] if is_recorded else []
-    subprocess.run([sys.executable, script, *arguments], capture_output=True, check=True)
-    command = [*COMMAND, place / "out", "--bad", "main/loss > 100", script]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    forked.run([script, *arguments]).check_returncode()
+    result = forked.run([*COMMAND, place / "out", "--bad", "main/loss > 100", script])
     if result.returncode != 0:
         raise WrongEndError(
             f"example {example} was not found: {result.returncode}, {result.stdout}, {result.stderr[-2000:]}"

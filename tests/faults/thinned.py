@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import injected
 from bench import Row
 
+import forked
 import replay_program
 from chainring.cli import main
 from chainring.serializers._store import Thinned, open_store
@@ -61,9 +61,9 @@ def killed(bench, number, draw, place):
     whole, kept = _killed_run(bench, SHORT)
     out = shutil.copytree(whole, place / "out", symlinks=True)
     operation = (number + 1 if number < STEPS else draw.randint(1, 5 * SHORT)), "before"
-    process = subprocess.run([sys.executable, __file__, out, json.dumps(operation)], capture_output=True, check=False)
+    process = forked.run([__file__, out, json.dumps(operation)])
     if process.returncode not in (0, -signal.SIGKILL):
-        raise WrongEndError(f"it ended with {process.returncode}: {process.stderr.decode()[-2000:]}")
+        raise WrongEndError(f"it ended with {process.returncode}: {process.stderr[-2000:]}")
     gone = _thinned_in(out)
     _thin(out)
     again = _thinned_in(out)
@@ -81,8 +81,7 @@ def _killed_run(bench, length):
     if not place.exists():
         place.mkdir()
         for kill in (*sorted(random.Random(0).sample(range(1, length), 2)), length + 1):
-            command = [sys.executable, __file__, place / "out", place / "kept", str(kill), str(length)]
-            code = subprocess.run(command, capture_output=True, check=False).returncode
+            code = forked.run([__file__, place / "out", place / "kept", str(kill), str(length)]).returncode
             if code != (-signal.SIGKILL if kill <= length else 0):
                 raise WrongEndError(f"the run that was to be killed after iteration {kill} ended with {code}")
     return place / "out", replay_program.read_kept(place / "kept")
