@@ -55,18 +55,23 @@ TORCH ?= 2.6 2.9 newest
 compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of their own (20 GB), and their table
 	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
 
-# What trains a model or speaks of a device: the longest first. tests/device/README.md says what runs on the CPU alone.
+# What a device can change: the longest first. tests/device/README.md says what runs on the CPU alone, and why.
 ON_DEVICE := --dist loadfile tests/device tests/gpu tests/test_resume.py \
-	tests/training tests/reporting \
+	tests/training $(addprefix tests/reporting/test_,media.py reported_together.py reporter.py) \
 	$(addprefix tests/serializers/test_,checkpoint.py filling.py npz.py own_state.py safetensors.py values.py) \
-	$(addprefix tests/serializers/test_,optimizers_on_disk.py schedulers_on_disk.py tensors_on_disk.py) \
+	$(addprefix tests/serializers/test_,optimizers_on_disk.py tensors_on_disk.py) \
 	$(addprefix tests/serializers/test_foreign_,accelerate.py distributed.py hugging_face.py lightning.py torch_save.py) \
-	$(addprefix tests/iterators/test_,example_randomness.py function_iterator.py loader_iterator.py own_iterators.py) \
-	$(addprefix tests/iterators/test_,multiprocess_iterator.py multiprocess_resume.py) \
-	$(addprefix --ignore tests/training/updaters/test_,compiled_update.py virtual_memory.py) \
-	$(addprefix --ignore tests/training/extensions/test_,rank_times.py virtual_evaluation.py) \
-	$(addprefix --ignore tests/training/test_,compiled_recipe.py device_auto.py hostile_out.py ledger.py nothing_left.py signals.py) \
-	$(addprefix --ignore tests/training/test_,out.py out_abandoned.py)
+	$(addprefix tests/iterators/test_,multiprocess_iterator.py own_iterators.py) \
+	--ignore tests/training/triggers \
+	$(addprefix --ignore tests/training/updaters/test_,compiled_update.py updater_base.py virtual_memory.py) \
+	$(addprefix --ignore tests/training/extensions/test_,best_value_extensions.py log_on_resume.py log_report.py micro_average.py) \
+	$(addprefix --ignore tests/training/extensions/test_,plot_report.py print_report.py progress_bar.py rank_times.py) \
+	$(addprefix --ignore tests/training/extensions/test_,running_average.py shifts.py shifts_resume.py virtual_evaluation.py) \
+	$(addprefix --ignore tests/training/extensions/test_snapshot_,keep_best.py names.py nan.py order.py sharing.py) \
+	$(addprefix --ignore tests/training/test_,advice.py compiled_recipe.py control.py device_auto.py explain.py extension.py) \
+	$(addprefix --ignore tests/training/test_,extension_settings.py extensions_of_one_class.py hostile_out.py ledger.py) \
+	$(addprefix --ignore tests/training/test_,lost_display.py nothing_left.py out.py out_abandoned.py provenance.py) \
+	$(addprefix --ignore tests/training/test_,refusals.py signals.py trainer_lifecycle.py trainer_loop.py watched_keys.py)
 
 device: install  ## tests on an accelerator that is not there, which is compiled first; needs g++
 	$(BIN)/python tests/device/run.py --numprocesses 2 $(ON_DEVICE)
