@@ -281,6 +281,33 @@ def test_arrays_of_equal_columns_are_gathered_and_others_come_one_by_one(gathere
         assert settings == {} or [*by_kind[0], *by_kind[1]] == []
 
 
+def test_arrays_anywhere_in_memory_are_mixed(tmp_path):
+    """Cut out of others at any byte, of one row, or with large rows so far apart that no view of NumPy's holds both."""
+    buffer, table = np.arange(4000, dtype=np.uint8), np.arange(80, dtype=np.uint8).reshape(20, 4)
+    width, path = 2**20 + 1, tmp_path / "rows"
+    with path.open("wb") as file:
+        for row, start in enumerate((0, width, 2**43 - width)):
+            file.seek(start)
+            file.write(bytes([row]) * width)
+    rows = np.memmap(path, np.uint8, "r")
+    for low, high in [
+        (table[::2][:1], table[5:]),
+        (table[3:9], table[11:]),
+        (np.ndarray((7, 3), "f4", buffer, 1), np.ndarray((50, 3), "f4", buffer, 1010)),
+        (np.ndarray(7, "f4", buffer, 2), np.ndarray(50, "f4", buffer, 1013)),
+        (np.ndarray((7, 3), "f4", rows, 1), np.ndarray((50, 3), "f4", rows, 1 + 12 * (2**43 // 12 - 60))),
+        (np.ndarray(7, "f4", rows, 1), np.ndarray(50, "f4", rows, 2**43 - 203)),
+        (rows[: 2 * width].reshape(2, width), rows[-width:].reshape(1, width)),
+    ]:
+        for data in ({"a": low, "b": high}, {"a": high, "b": low}):
+            by_kind = data, {name: list(array) for name, array in data.items()}
+            arrays, examples = (MixtureIterator(kind, 8, weights={"a": 2, "b": 1}, seed=0) for kind in by_kind)
+            for _ in range(4):
+                columns = next(arrays).columns
+                assert columns.dtype == low.dtype
+                assert columns.tobytes() == np.stack([*next(examples)]).tobytes()
+
+
 class TransformedTuple(TupleDataset):
     def get_example(self, i):
         return tuple(column[i] for column in self.datasets)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
-from operator import call, getitem
-from typing import Any
+from operator import call
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,56 +50,62 @@ def make_tuple_gather(datasets: Iterable[Any]) -> Gather | None:
     return (lambda indices: tuple([gather(indices) for gather in gathers])) if len(gathers) == len(datasets) else None
 
 
-class JointGather:
+class JointGather(NamedTuple):
     """Gathers rows of several datasets together. Their places are found first, for many batches at once."""
 
-    def __init__(self, gathers: Sequence[Gather]) -> None:
-        self._gathers = gathers
+    find: Callable[[Indices, Indices], list[Indices]]
+    """From which dataset each example is in, and its index there, to its places in some arrays."""
+    take: Callable[[Sequence[Indices]], Any]
+    """From the places of examples to their columns."""
+    arrays: Any = None  # which are kept, as long as there are views of their memory
 
-    def find(self, owners: Indices, indices: Indices) -> list[Indices]:
-        """Return the places of examples in some arrays, given which dataset each is in, and its index there."""
-        return [owners, indices]
 
-    def __call__(self, places: Sequence[Indices]) -> Any:
-        """Return the columns of the examples at these places."""
+def _gather_in_turn(gathers: Sequence[Gather]) -> JointGather:
+    """Return what gathers from one dataset after the other."""
+
+    def take(places: Sequence[Indices]) -> Any:
         owners, indices = places
         order = np.argsort(owners, kind="stable")
-        parts = [self._gathers[owner](indices[owners == owner]) for owner in np.unique(owners).tolist() or [0]]
+        parts = [gathers[owner](indices[owners == owner]) for owner in np.unique(owners).tolist() or [0]]
         return _join(parts, np.argsort(order))
 
+    return JointGather(lambda owners, indices: [owners, indices], take)
 
-class _ArrayGather(JointGather):
-    """Gathers from several arrays as from one, which has a row at each address where a row of theirs may begin.
+
+def _gather_at_once(columns: Sequence[Sequence[NDArray[Any]]], is_tuple: bool) -> JointGather:
+    """Return what gathers from several arrays as from one, of a row at each address where a row of theirs may begin.
 
     It begins with the first of them in memory and ends with the last; what is between them is never read.
     """
+    takes, steps = [], []
+    for arrays in columns:
+        kind = np.dtype((arrays[0].dtype, arrays[0].shape[1:]))
+        addresses = np.array([array.__array_interface__["data"][0] for array in arrays])
+        starts = addresses - addresses.min()
+        unit = math.gcd(kind.itemsize, *starts.tolist())
+        starts, step = starts // unit, kind.itemsize // unit
+        length = int(max(starts + (np.array(list(map(len, arrays))) - 1) * step)) + 1
+        takes.append(_make_take(arrays[int(starts.argmin())], length, unit, kind))
+        steps.append((starts, step))
 
-    def __init__(self, columns: Sequence[Sequence[NDArray[Any]]], is_tuple: bool) -> None:
-        self._columns, self._is_tuple = columns, is_tuple  # which are kept, as long as there are views of them
-        self._views: list[NDArray[np.void]] = []
-        self._kinds: list[np.dtype[Any]] = []
-        self._steps: list[tuple[Indices, int]] = []
-        for arrays in columns:
-            # A row is one element, which is copied at once, and read as what it is when it has been.
-            kind = np.dtype((arrays[0].dtype, arrays[0].shape[1:]))
-            rows = [array.reshape(-1).view(f"V{kind.itemsize}") for array in arrays]
-            addresses = [row.__array_interface__["data"][0] for row in rows]
-            starts = np.array(addresses) - min(addresses)
-            unit = math.gcd(kind.itemsize, *starts.tolist())
-            steps = starts // unit, kind.itemsize // unit
-            end = max(start + len(row) * steps[1] - steps[1] + 1 for start, row in zip(steps[0].tolist(), rows, strict=True))
-            first = rows[addresses.index(min(addresses))]
-            self._views.append(as_strided(first, (end,), (unit,), writeable=False))
-            self._kinds.append(kind)
-            self._steps.append(steps)
-
-    def find(self, owners: Indices, indices: Indices) -> list[Indices]:
-        return [starts[owners] + indices * step for starts, step in self._steps]
-
-    def __call__(self, places: Sequence[Indices]) -> Any:
+    def take(places: Sequence[Indices]) -> Any:
         # hot path: "the same, beside one array" of benchmarks/data.py
-        columns = tuple(map(np.ndarray.view, map(getitem, self._views, places), self._kinds))
-        return columns if self._is_tuple else columns[0]
+        return tuple(map(call, takes, places))
+
+    def find(owners: Indices, indices: Indices) -> list[Indices]:
+        return [starts[owners] + indices * step for starts, step in steps]
+
+    return JointGather(find, take if is_tuple else lambda places: takes[0](places[0]), columns)
+
+
+def _make_take(first: NDArray[Any], length: int, unit: int, kind: np.dtype[Any]) -> Callable[[Indices], NDArray[Any]]:
+    """Return what takes rows of a kind, of which one may begin at each multiple of a number of bytes after an array."""
+    if unit == kind.itemsize and first.flags.aligned:  # otherwise NumPy would copy all that is between them
+        view = as_strided(first, (length, *first.shape[1:]), (unit, *first.strides[1:]), writeable=False)
+        return view.__getitem__ if first.ndim == 1 else lambda places: view.take(places, 0)
+    # They overlap, and NumPy copies a row at once only where it is one element, which is read as what it is afterwards.
+    rows = as_strided(first.reshape(-1).view(f"V{kind.itemsize}"), (length,), (unit,), writeable=False)
+    return lambda places: rows[places].view(kind)
 
 
 def make_joint_gather(datasets: Sequence[Any], arrays: Sequence[Sequence[NDArray[Any]]]) -> JointGather | None:
@@ -114,8 +120,8 @@ def make_joint_gather(datasets: Sequence[Any], arrays: Sequence[Sequence[NDArray
         return None
     if all(of_dataset and all(array.size and array.flags.c_contiguous for array in of_dataset) for of_dataset in arrays):
         with suppress(ValueError):  # where rows are large and arrays far apart, the view is larger than NumPy allows
-            return _ArrayGather([*zip(*arrays, strict=True)], not is_array(datasets[0]))
-    return JointGather(gathers)  # type: ignore[arg-type]
+            return _gather_at_once([*zip(*arrays, strict=True)], not is_array(datasets[0]))
+    return _gather_in_turn(gathers)  # type: ignore[arg-type]
 
 
 def _kind_of(columns: Any) -> Any:

@@ -125,7 +125,7 @@ class ConcatenatedDataset(DatasetMixin):
 
         def gather_columns(indices: Indices) -> Any:
             owners = ends.searchsorted(indices, "right")
-            return gather(gather.find(owners, indices - starts[owners]))
+            return gather.take(gather.find(owners, indices - starts[owners]))
 
         return gather_columns
 

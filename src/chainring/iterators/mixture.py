@@ -201,7 +201,8 @@ class Block:
     anchor: Anchor
     numbers: Indices  # by which `Sources` knows them
     following: Anchor
-    places: list[Indices] | None = None  # of the examples in what gathers them, once a batch is gathered
+    places: Sequence[Indices] = ()  # of the examples in what gathers them, once a batch is gathered
+    found: int = 0  # of how many
 
 
 Place = tuple[Anchor, int]
@@ -245,7 +246,7 @@ class MixtureIterator(MultiprocessIterator):
     """
 
     serves_virtual_ranks = True
-    _gather: JointGather | None
+    _gather: JointGather | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -332,12 +333,12 @@ class MixtureIterator(MultiprocessIterator):
         return self.epoch, self.current_position, len(self.sources)
 
     def __next__(self) -> Batch:
-        (anchor, offset), stop, is_empty = self._at, self._at[1] + self.batch_size, False
+        (anchor, offset), is_empty = self._at, False
+        stop = offset + self.batch_size
         # hot path: "the same, beside one array" of benchmarks/data.py. Nearly always a batch is inside a block.
-        block = self._blocks[0] if self._blocks else None
-        if block is not None and block.places and block.anchor is anchor and stop <= len(block.numbers):
-            numbers, places = block.numbers[offset:stop], [column[offset:stop] for column in block.places]
-            at: Place = (anchor, stop) if stop < len(block.numbers) else (block.following, 0)
+        if self._blocks and (block := self._blocks[0]).anchor is anchor and stop < block.found:
+            numbers, at = block.numbers[offset:stop], (anchor, stop)
+            places = [column[offset:stop] for column in block.places]
         else:
             numbers, places, at = self._next_examples()
         if self.size > 1:
@@ -348,13 +349,14 @@ class MixtureIterator(MultiprocessIterator):
             if self._gather is None:
                 batch = self._fetch_examples([((self.seed, 0), places[0])])
             else:
-                batch = Batch(columns=self._gather(places), length=len(places[0]), layout=COLUMNS)
+                batch = Batch(columns=self._gather.take(places), length=len(places[0]), layout=COLUMNS)
         except StopIteration as error:
             raise not_the_end(f"a dataset of iterator {self.name!r}") from error
         if is_empty:
             batch.weight = 0
-        self._go_to(at)
-        self._numbers = numbers
+        self._at, self._numbers, size = at, numbers, self._orders.size or 1
+        epoch, self.current_position = divmod(at[0].position + at[1], size)
+        self._count_batch(epoch, epoch + self.current_position / size)
         return batch
 
     def _next_examples(self) -> tuple[Indices, list[Indices], Place]:
@@ -367,7 +369,7 @@ class MixtureIterator(MultiprocessIterator):
             return numbers, [numbers], at
         if self._function is not None or block.anchor is not anchor or stop < len(numbers):  # it crosses the end of a block
             return numbers, self._gather.find(*self.sources.find(numbers)), at
-        block.places = self._gather.find(*self.sources.find(block.numbers))
+        block.places, block.found = self._gather.find(*self.sources.find(block.numbers)), len(block.numbers)
         return numbers, [column[stop - len(numbers) : stop] for column in block.places], at
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
@@ -376,10 +378,9 @@ class MixtureIterator(MultiprocessIterator):
     def iterate_segments(self) -> Generator[list[Segment]]:
         """Yield the segments of each batch from here on, and advance without fetching them."""
         for ahead in count():
-            segments, at = self._next_segments(self._at)
+            segments, self._at = self._next_segments(self._at)
             if not segments:
                 return
-            self._go_to(at)
             yield segments if self.size == 1 else self._share_of(segments, ahead)[0]
 
     def _next_segments(self, at: Place, length: int | None = None) -> tuple[list[Segment], Place]:
@@ -443,12 +444,6 @@ class MixtureIterator(MultiprocessIterator):
         more = np.bincount(self._block_after(anchor, offset).numbers[:offset] % count, minlength=count).tolist()
         given = tuple(before + n for before, n in zip(anchor.given, more, strict=True))
         return replace(anchor, position=anchor.position + offset, given=given)
-
-    def _go_to(self, at: Place) -> None:
-        position, size = at[0].position + at[1], max(len(self.sources), 1)
-        epoch, self.current_position = divmod(position, size)
-        self._at = at
-        self._count_batch(epoch, epoch + self.current_position / size)
 
     def reset(self) -> None:
         sizes = self.sources.sizes
