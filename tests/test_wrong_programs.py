@@ -172,12 +172,15 @@ WRONG = {
     "a model without a loss": Wrong(
         UPDATER, "train_iter, optimizer, net)", "too many positional arguments", "Classifier(model)"
     ),
-    "logits for a loss": Wrong(*model("return y"), "of shape (100, 10)", "reduce it, as by .mean()"),
+    "logits for a loss": Wrong(*model("return y"), "of shape (100, 10) from Net.forward, {train}:16", "cross_entropy(y, t)"),
     "a loss for each example": Wrong(*model('return F.cross_entropy(y, t, reduction="none")'), "of shape (100,)", ".mean()"),
     "no loss returned": Wrong(
         *model('report({"loss": F.cross_entropy(y, t)}, self)'),
         "got NoneType from Net.forward, {train}:16",
         "Return the tensor",
+    ),
+    "a mapping without a loss": Wrong(
+        *model('return {"ce": F.cross_entropy(y, t)}'), "got dict with ['ce'] from Net.forward", '{"loss": loss'
     ),
     "a loss that is a number": Wrong(*model("return F.cross_entropy(y, t).item()"), "got float", "without .item()"),
     "a loss without a gradient": Wrong(
@@ -198,6 +201,9 @@ WRONG = {
         "([(x.astype('float64'), t) for x, t in part] for part in datasets.get_digits())",
         "Double and Float",
         "x.astype(numpy.float32)",
+    ),
+    "a mean of truths": Wrong(
+        *model('report({"accuracy": (y.argmax(1) == t).mean()}, self)'), "Got: Bool", ".float().mean()"
     ),
     "labels in a column": Wrong(
         "datasets.get_digits()",
@@ -221,6 +227,9 @@ WRONG = {
     "an evaluation without end": Wrong(
         "100, repeat=False, shuffle=False", "100", "repeats forever", "make it with repeat=False"
     ),
+    "an evaluation without data": Wrong(
+        "SerialIterator(test,", "SerialIterator([],", "the validation has no data", "check that they are not empty"
+    ),
     "an evaluation of a dataset": Wrong(
         "Evaluator(test_iter", "Evaluator(test", "got the dataset", "SerialIterator(dataset, batch_size)"
     ),
@@ -240,6 +249,9 @@ WRONG = {
         *extending("def hello():\n    pass\n\n\ntrainer.extend(hello)"),
         "'hello' cannot be",
         "called with one argument, the trainer",
+    ),
+    "an extension for a list of them": Wrong(
+        STOP, f"{STOP}, extensions=extensions.LogReport()", "got <chainring", "extensions.defaults(evaluator)"
     ),
     "an extension that is called": Wrong(*extending("trainer.extend(print(1))"), "got NoneType", "write extend(f)"),
     "the class of an extension": Wrong("LogReport()", "LogReport", "got the class LogReport", "write LogReport(...)"),

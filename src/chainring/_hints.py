@@ -174,6 +174,7 @@ ERRORS = {  # of PyTorch, by what is found in their text
     r"must have the same dtype, but got Double|expected .* Float but found Double|but got (dtype )?Double": (
         "numbers of NumPy and Python are of 64 bits, and layers of 32: x.astype(numpy.float32), or x.float() of a tensor"
     ),
+    r"mean\(\): could not infer output dtype": "a mean is of floats: (y.argmax(1) == t).float().mean()",
     r"0D or 1D target tensor expected, multi-target not supported": (
         "labels of classes have the shape (batch,): label.squeeze(1), or label.argmax(1) where they are one-hot"
     ),

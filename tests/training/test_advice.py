@@ -1,6 +1,7 @@
 """A run ends by one line that says where its time went and what to do first, if there is something to say."""
 
 import io
+import re
 
 import pytest
 import torch
@@ -250,10 +251,10 @@ def test_an_update_of_ones_own_is_not_taken_for_a_step_of_the_optimizer():
     assert "30 % of the time waiting for data" in advise({"update": 70.0, "data": 30.0}, 100)
 
 
-def trainer_of(out, spend=lambda where: None, stop=(5, "iteration")):
+def trainer_of(out, spend=lambda where: None, stop=(5, "iteration"), data=None):
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    data = SerialIterator(Data(spend), 2)
+    data = data or SerialIterator(Data(spend), 2)
     updater = training.StandardUpdater(data, optimizer, model, loss_func=lambda model, x: model(x).mean())
     return training.Trainer(updater, stop, out=str(out))
 
@@ -268,7 +269,7 @@ def test_extensions_that_were_never_called_are_named_at_the_end(tmp_path, capsys
     trainer.run()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("never called, because the run has ended after iteration 3: observe_lr, LogReport; ")
-    assert 'extend(..., trigger=(1, "iteration"))' in line
+    assert 'trigger=(1, "iteration"), to extend or defaults' in line
     again = trainer_of(tmp_path, stop=(3, "iteration"))
     again.extend(extensions.LogReport())
     again.extend(extensions.observe_lr())
@@ -276,6 +277,17 @@ def test_extensions_that_were_never_called_are_named_at_the_end(tmp_path, capsys
     again.extend(extensions.snapshot(autoload=True))
     again.run()
     assert "never called" not in capsys.readouterr().out  # by a start that continues another
+
+
+@pytest.mark.parametrize(("stop", "names"), [((3, "iteration"), ["LogReport, snapshot"]), ((1, "epoch"), [])])
+def test_what_waits_for_the_end_of_a_stream_is_named_at_the_start_alone(tmp_path, capsys, stop, names):
+    """It may never come, and a run that is killed would leave neither log nor snapshot; one that stops with it knows it."""
+    trainer = trainer_of(tmp_path, stop=stop, data=lambda: iter([torch.ones(2, 3)] * 9))
+    trainer.extend(extensions.LogReport())
+    trainer.extend(extensions.snapshot(), trigger=(1, "epoch"))
+    trainer.run()
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.search("until they end, nothing calls (.*?); give", line)[1] for line in lines] == names
 
 
 @pytest.mark.parametrize(("seconds", "says"), [(3.0, True), (0.1, False)])

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from chainring._messages import list_names, printable
+from chainring.iterators.base import find_main_iterator
 from chainring.training.triggers.base import IntervalTrigger
 
 if TYPE_CHECKING:
     from chainring._progress import Trainer
+    from chainring.training._entry import Entry
 
 _LEAST_SECONDS = 10.0  # of which something is said
 _LEAST_SHARE = 0.25
@@ -68,6 +70,26 @@ def advise(seconds: Mapping[str, float], iterations: int) -> str | None:
     return f"{100 * share:.0f} % of the time {where}; what helps first: {remedy}"
 
 
+def opening_line(trainer: Trainer) -> str | None:
+    """Return what a run says at its start of extensions that wait for the end of a stream, which may never come."""
+    if not (waiting := _waiting(trainer)):
+        return None
+    names, iterations = list_names([entry.name for entry in waiting], 4), trainer.stop_trigger.get_training_length()[0]
+    return (
+        f"the length of an epoch of these data is not known: until they end, nothing calls {names}; give a trigger that "
+        f'fires before, to extend or defaults, such as trigger=({max(int(iterations) // 10, 1)}, "iteration")'
+    )
+
+
+def _waiting(trainer: Trainer) -> list[Entry]:
+    """Return what has a trigger in epochs, if they are of unknown length, none has ended, and the run counts iterations."""
+    _, unit = getattr(trainer.stop_trigger, "get_training_length", lambda: None)() or (None, None)
+    progress = getattr(find_main_iterator(trainer.updater), "progress", None)
+    if unit != "iteration" or progress is None or progress[2] is not None or trainer.updater.epoch:
+        return []
+    return [e for e in trainer.entries if isinstance(e.trigger, IntervalTrigger) and e.trigger.unit == "epoch"]
+
+
 def closing_lines(trainer: Trainer, seconds: float, spent: Mapping[str, float], is_interrupted: bool) -> Iterator[str]:
     """Yield what a run of so many seconds says at its end: what it never did, does not leave, and where its time went.
 
@@ -76,11 +98,12 @@ def closing_lines(trainer: Trainer, seconds: float, spent: Mapping[str, float], 
     idle = [entry for entry in trainer.entries if isinstance(entry.trigger, IntervalTrigger) and entry.fires]
     logs = [entry for entry in idle if hasattr(entry.extension, "rows_from")]
     idle = [entry for entry in idle if entry.name not in spent and (entry.observe is None or entry in logs)]
+    idle = [entry for entry in idle if entry not in _waiting(trainer)]  # of which the opening line tells
     if idle and trainer.updater.iteration and not trainer.is_resumed and not is_interrupted:
         names, iteration = list_names([entry.name for entry in idle], 4), trainer.updater.iteration
         yield (
             f"never called, because the run has ended after iteration {iteration}: {names}; give a trigger that fires "
-            f'before, such as extend(..., trigger=({max(iteration // 10, 1)}, "iteration"))'
+            f'before, such as trigger=({max(iteration // 10, 1)}, "iteration"), to extend or defaults'
         )
     if seconds >= _LEAST_SECONDS and not any(entry.is_snapshot or entry.optional("writes") for entry in trainer.entries):
         yield (

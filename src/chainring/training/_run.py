@@ -40,7 +40,7 @@ from chainring.serializers.protocol import (
     printing_changes,
     visit_if_stateful,
 )
-from chainring.training._advice import closing_lines
+from chainring.training._advice import closing_lines, opening_line
 from chainring.training._entry import Entry, LoadedState, RollBack
 from chainring.training._run_directory import RECORD, RunDirectory, read_record, write_record
 from chainring.training.updaters._arguments import origin_of
@@ -274,6 +274,8 @@ class Run:
         except RanksLost as loss:
             _random.put_generators(generators)
             self._go_on(trainer, loss)
+        if not trainer.is_resumed and (line := opening_line(trainer)):
+            info(line)
         _call_before_training(trainer, self.repeat)
         _restore_generators(trainer, self.repeat, self.loaded_state)
 

@@ -111,6 +111,8 @@ class Trainer(Stateful):
             raise TypeError(f"a trainer takes an updater, such as StandardUpdater, first; got {type(updater).__name__}")
         if not isinstance(config, (Mapping, type(None))):
             raise TypeError(f"config is a mapping of settings, such as vars(args); got {type(config).__name__}")
+        if not isinstance(extensions, Iterable):
+            raise TypeError(f"extensions=[...] takes a list, such as extensions.defaults(evaluator); got {extensions!r}")
         if not isinstance(continue_after_sigusr1, bool):
             raise TypeError(f"continue_after_sigusr1 is True or False, got {continue_after_sigusr1!r}")
         self.updater = updater

@@ -149,7 +149,8 @@ class ProgressBar(Extension):
         total = "" if self._total is None else f"/{self._total}"
         if self._unit == "epoch":
             return f"epoch {updater.epoch_detail:.2f}{total}, iteration {updater.iteration}"
-        epoch = f", epoch {updater.epoch_detail:.2f}" if getattr(updater, "counts_epochs", True) else ""
+        is_known = getattr(updater, "counts_epochs", True) and updater.epoch_detail > 0  # on a stream only at its end
+        epoch = f", epoch {updater.epoch_detail:.2f}" if is_known else ""
         return f"iteration {updater.iteration}{total}{epoch}"
 
     def __call__(self, trainer: Trainer) -> None:

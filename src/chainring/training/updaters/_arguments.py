@@ -296,15 +296,17 @@ def check_call(
 
 def check_loss(loss: Any, function: Any = None) -> None:
     """Refuse a loss that is not a scalar tensor with a gradient; a model or a ``function`` has returned it."""
+    origin = "" if function is None else f" from {origin_of(function)}"
     if not isinstance(loss, Tensor):
-        origin = "" if function is None else f" from {origin_of(function)}"
+        got = f"{type(loss).__name__} with {list(loss)}" if isinstance(loss, Mapping) else type(loss).__name__
         raise TypeError(
-            f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}{origin}. '
+            f'the loss is a scalar tensor, or a mapping that has "loss"; got {got}{origin}. '
             "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, *inputs)"
             '; or {"loss": loss, "weight": 0} to skip a batch, with any loss that depends on a parameter'
         )
     if loss.ndim:
-        raise ValueError(f"the loss is a scalar tensor, got one of shape {tuple(loss.shape)}; reduce it, as by .mean()")
+        remedy = "an output becomes a loss by cross_entropy(y, t) and the like, losses of examples by .mean()"
+        raise ValueError(f"the loss is a scalar tensor, got one of shape {tuple(loss.shape)}{origin}; {remedy}")
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on no parameter that needs a gradient, so there is nothing to train; "
