@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from chainring._checks import find_call_error, is_number, plain
@@ -37,6 +38,7 @@ class Trigger(Stateful):
     """
 
     predictable = False
+    _inner: Mapping[str, Any] = MappingProxyType({})  # the triggers that it asks, by name
     _asked: int | None = None
     _answer = False
     _restored = False
@@ -65,7 +67,7 @@ class Trigger(Stateful):
     @property
     def watched_keys(self) -> Sequence[str]:
         """The keys of reported values that it needs; a rehearsal raises an error if one of them is not reported."""
-        return ()
+        return [key for trigger in self._inner.values() for key in keys_of(trigger)]
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         """Return texts that distinguish it from others of its class, such as a key; a resumed run recognizes it by them.
@@ -88,12 +90,16 @@ class Trigger(Stateful):
             self._asked = None
             self.forget()
         self._restored = False
+        for trigger in self._inner.values():
+            trainer.initialize_trigger(trigger)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load the last answer and its iteration; a subclass adds its own state."""
         self._asked = serializer("asked", self._asked)
         self._answer = serializer("answer", self._answer)
         self._restored = self._restored or not isinstance(serializer, Serializer)
+        for name, trigger in self._inner.items():
+            serialize_inner_trigger(serializer, name, trigger)
 
 
 class IntervalTrigger(Trigger):

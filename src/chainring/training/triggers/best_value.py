@@ -6,7 +6,7 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from chainring._checks import find_call_error, is_integer, is_number, plain
@@ -14,15 +14,7 @@ from chainring._messages import OneTimeWarning, info
 from chainring._progress import Trainer
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.protocol import AbstractSerializer, Serializer
-from chainring.training.triggers.base import (
-    Trigger,
-    TriggerLike,
-    describe,
-    get_stop_trigger,
-    get_trigger,
-    keys_of,
-    serialize_inner_trigger,
-)
+from chainring.training.triggers.base import Trigger, TriggerLike, describe, get_stop_trigger, get_trigger
 
 _RULE = "compare is called with the best value so far and a new one, and returns True if the new one is better"
 _BETTER = dict.fromkeys(
@@ -91,8 +83,7 @@ class BestMean:
 
     @property
     def watched_keys(self) -> Sequence[str]:
-        """The key; a rehearsal raises an error if it is not reported."""
-        return (self.key,)
+        return (self.key, *super().watched_keys)  # type: ignore[misc]
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         """Return the key."""
@@ -148,13 +139,9 @@ class BestValueTrigger(BestMean, Trigger):
         super().forget()
         self._seen: set[str] = set()  # the keys reported in this interval, as long as the warning may have to name them
 
-    def initialize(self, trainer: Trainer) -> None:
-        super().initialize(trainer)
-        trainer.initialize_trigger(self.trigger)
-
     @property
-    def watched_keys(self) -> Sequence[str]:
-        return (*super().watched_keys, *keys_of(self.trigger))
+    def _inner(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return {"trigger": self.trigger}
 
     def ask(self, trainer: Trainer) -> bool:
         if not self._is_asked:  # else again, since ranks were lost meanwhile
@@ -197,7 +184,6 @@ class BestValueTrigger(BestMean, Trigger):
         self._best = serializer("best", self._best)
         self._seen = set(serializer("seen", sorted(self._seen, key=str)))
         self.visit_interval(serializer)
-        serialize_inner_trigger(serializer, "trigger", self.trigger)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.key!r}, {describe(self.compare)}, {describe(self.trigger)})"
@@ -348,12 +334,8 @@ class EarlyStoppingTrigger(BestValueTrigger):
         self._last: float | None = None  # the mean of the last check
 
     @property
-    def watched_keys(self) -> Sequence[str]:
-        return (*super().watched_keys, *keys_of(self.max_trigger))
-
-    def initialize(self, trainer: Trainer) -> None:
-        super().initialize(trainer)
-        trainer.initialize_trigger(self.max_trigger)
+    def _inner(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return {**super()._inner, "max_trigger": self.max_trigger}
 
     def __call__(self, trainer: Trainer) -> bool:
         # All are settings, and the answer is not kept: a run that is resumed with more patience continues.
@@ -394,7 +376,6 @@ class EarlyStoppingTrigger(BestValueTrigger):
         super().serialize(serializer)
         if saved_mode != self.mode:
             self._best, self._count, self._last = None, 0, None
-        serialize_inner_trigger(serializer, "max_trigger", self.max_trigger)
 
     def __repr__(self) -> str:
         return f"EarlyStoppingTrigger({self.trigger}, {self.key!r}, {self.patience}, {self.mode!r})"

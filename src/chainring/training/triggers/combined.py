@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from chainring._progress import Trainer
-from chainring.serializers.protocol import AbstractSerializer
-from chainring.training.triggers.base import (
-    Trigger,
-    TriggerLike,
-    describe,
-    get_stop_trigger,
-    get_trigger,
-    keys_of,
-    serialize_inner_trigger,
-)
+from chainring.training.triggers.base import Trigger, TriggerLike, describe, get_stop_trigger, get_trigger
 
 
 class CombinedTrigger(Trigger):
@@ -26,6 +18,10 @@ class CombinedTrigger(Trigger):
         self.unit = next((unit for unit in ("second", "epoch") if unit in units), "iteration")  # for a plan of the run
 
     @property
+    def _inner(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return {f"trigger_{index}": trigger for index, trigger in enumerate(self._triggers)}
+
+    @property
     def predictable(self) -> bool:  # type: ignore[override]
         """True if all of them are."""
         return all(getattr(trigger, "predictable", False) for trigger in self._triggers)
@@ -33,17 +29,8 @@ class CombinedTrigger(Trigger):
     def ask(self, trainer: Trainer) -> bool:
         return self._combine([bool(trigger(trainer)) for trigger in self._triggers])
 
-    @property
-    def watched_keys(self) -> Sequence[str]:
-        return [key for trigger in self._triggers for key in keys_of(trigger)]
-
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return [describe(trigger, as_setting=True) for trigger in self._triggers]
-
-    def initialize(self, trainer: Trainer) -> None:
-        super().initialize(trainer)
-        for trigger in self._triggers:
-            trainer.initialize_trigger(trigger)
 
     def for_stopping(self) -> CombinedTrigger:
         return CombinedTrigger(self._combine, list(map(get_stop_trigger, self._triggers)))
@@ -53,11 +40,6 @@ class CombinedTrigger(Trigger):
         lengths = [getattr(trigger, "get_training_length", lambda: None)() for trigger in self._triggers]
         known = [length for length in lengths if length is not None]
         return known[0] if self._combine is any and len(known) == 1 else None
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        super().serialize(serializer)
-        for index, trigger in enumerate(self._triggers):
-            serialize_inner_trigger(serializer, f"trigger_{index}", trigger)
 
     def __repr__(self) -> str:
         return f"{self._combine.__name__}_of({', '.join(map(describe, self._triggers))})"
