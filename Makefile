@@ -125,7 +125,7 @@ docs: install  ## build the documents into build/docs, warnings being errors
 
 # Chainer runs on nothing newer than Python 3.11 and NumPy 1.23; with another Python its half of these tests is skipped.
 $(VENV)/.chainer: $(VENV)/.installed
-	$(PIP) --no-deps pytorch-pfn-extras
+	$(PIP) --no-deps pytorch-pfn-extras pytorch-ignite
 	$(PIP) keras
 	if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
 	  $(BIN)/python -m venv $(VENV)/chainer && \
@@ -135,7 +135,7 @@ $(VENV)/.chainer: $(VENV)/.installed
 
 MIGRATION = CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest --dist loadfile
 
-migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer, pytorch-pfn-extras and Keras
+migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer, pytorch-pfn-extras, Ignite and Keras
 	$(MIGRATION) --numprocesses 2 tests/migration
 
 # Loaders with states of their own, and what they import.
