@@ -74,7 +74,7 @@ class Made:
 
     def _files(self):
         """What it has written, by name; without what says when and where it was written."""
-        times = ("run.json", "profile.txt", "profile.json", "manifest.json", ".lock")
+        times = ("run.json", "profile.txt", "profile.json", "rank_times.json", "manifest.json", ".lock")
         paths = {path.relative_to(self.out).as_posix(): path for path in self.out.rglob("*") if path.name not in times}
         own = {name: path for name, path in paths.items() if path.is_file() and not name.startswith("abandoned/")}
         return {name: path.read_bytes() for name, path in own.items()}
