@@ -27,6 +27,6 @@ print(len(digests))
 def test_the_first_square_roots_of_a_process_are_those_of_every_other():
     """Where torch has MKL, a process in some hundreds had other last bits: an optimizer's first step shows them."""
     program = PROGRAM
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "active"}  # both threads begin at once
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600)
     assert done.stdout.strip() == "1", done.stderr
