@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from running import EXAMPLES, log, run
 
 SMALL = ("--epoch", "12", "--after", "4")
@@ -22,33 +23,39 @@ def test_the_demo_trains_the_script_of_the_readme():
     assert "".join(demo.split()) == "".join(script.split())  # in lines of another length
 
 
-def test_the_demo_kills_a_run_continues_it_and_finds_the_same_bits(tmp_path, monkeypatch):
-    """And done again, it begins anew and says where the first is now."""
-    monkeypatch.chdir(tmp_path)
-    printed = run("demo/demo.py", *SMALL)
-    assert "which SIGKILL will end after epoch 4" in printed
-    assert re.search(r"resumed from \S*snapshot_iter_\d+", printed)
-    assert re.search("compared: the snapshots of iterations .*, bit for bit", printed)
-    assert "killed and continued, it has the same bits" in printed
-    first = log(tmp_path / "result")
-    assert len(first) == 12
-    assert "result has an earlier run, which is in result.1 from now on" in run("demo/demo.py", *SMALL)
-    assert log(tmp_path / "result") == log(tmp_path / "result.1") == first
-
-
-def test_a_demo_that_is_stopped_by_ctrl_c_continues(tmp_path, monkeypatch):
-    """It says how many epochs are done, and comes to the same end."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory):
+    """The directory of two demos, how many epochs the first had done when Ctrl-C stopped it, and what both then printed."""
+    place = tmp_path_factory.mktemp("demos")
     command = [sys.executable, EXAMPLES / "demo" / "demo.py", *SMALL[:2], "--after", "12"]
     alike = {**os.environ, "OMP_NUM_THREADS": "1"}  # as `run` has it
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True, "env": alike}
-    with subprocess.Popen(command, **options) as process:
+    with subprocess.Popen(command, cwd=place, **options) as process:
         for line in process.stdout:
             if line.split()[4:5] == ["3"]:  # the column of epochs
                 os.killpg(process.pid, signal.SIGINT)
         assert "the same command continues it" in process.stderr.read()
-    done = len(log(tmp_path / "result"))
+    done = len(log(place / "result"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        return place, done, run("demo/demo.py", *SMALL), run("demo/demo.py", *SMALL)
+
+
+def test_a_demo_that_is_stopped_by_ctrl_c_continues(demos):
+    """It says how many epochs are done, and comes to the same end."""
+    _, done, printed, _ = demos
     assert 3 <= done < 12
-    printed = run("demo/demo.py", *SMALL)
     assert f"result has a run that was stopped after epoch {done}: it continues" in printed
     assert "it has the same bits" in printed
+
+
+def test_the_demo_kills_a_run_continues_it_and_finds_the_same_bits(demos):
+    """And done again, it begins anew and says where the first is now."""
+    place, _, _, printed = demos
+    assert "result has an earlier run, which is in result.1 from now on" in printed
+    assert "which SIGKILL will end after epoch 4" in printed
+    assert re.search(r"resumed from \S*snapshot_iter_\d+", printed)
+    assert re.search("compared: the snapshots of iterations .*, bit for bit", printed)
+    assert "killed and continued, it has the same bits" in printed
+    assert log(place / "result") == log(place / "result.1")
+    assert len(log(place / "result")) == 12
