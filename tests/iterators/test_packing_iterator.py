@@ -88,6 +88,31 @@ def test_whole_documents_never_cross_a_row():
                 assert positions[ids == number].tolist() == list(range(len(data[number])))
 
 
+def test_a_row_takes_the_first_that_fits_of_the_next_thousand_and_goes_on_from_any_state():
+    """Compared with a plain loop over the documents that wait, which are fetched 256 at a time until there are 1,024."""
+    data = [*documents(2000, 300), *[np.empty(0, np.int64)] * 9]
+    order = [int(number) for batch in SerialIterator(np.arange(2009), 1, seed=3, repeat=False) for number in batch.columns]
+    waiting, rows = [], []
+    while order or any(len(data[number]) for number in waiting):
+        while len(waiting) < 1024 and order:
+            waiting, order = waiting + order[:256], order[256:]
+        row, left = [], 300
+        for number in waiting:
+            if len(data[number]) <= left:
+                row.append(number)
+                left -= len(data[number])
+        waiting = [number for number in waiting if number not in row]
+        rows.append([number for number in row if len(data[number])])
+    iterator, packed = PackingIterator(data, 300, 4, split=False, repeat=False, seed=3), []
+    for batch in iterator:
+        packed += [list(dict.fromkeys(ids[ids >= 0].tolist())) for ids in batch.columns["document_ids"]]
+        if len(packed) % 20 == 8:
+            state = iterator.state_dict()
+            iterator.load_state_dict(state)
+            assert str(iterator.state_dict()) == str(state)
+    assert packed == rows
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_cut_anywhere_no_token_is_lost_or_comes_twice(split):
     """Hundreds of cuts of streams, on 1 to 4 ranks, of a dataset and of a mixture: the same batches as without."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -53,20 +53,33 @@ class _Fetch(NamedTuple):
     tokens: list[NDArray[np.integer]]  # of each
 
 
+class _Rows(NamedTuple):
+    """Rows of whole documents that were found together. Their pieces are documents, and at the end of each what is left."""
+
+    tokens: list[NDArray[np.integer]]  # of each piece
+    numbers: Indices  # of the document of each piece
+    counts: Indices  # of the tokens of each piece
+    ends: list[int]  # of rows, counted in pieces, and before them the beginning of the first
+
+
+_NO_ROWS = _Rows([], _NO_TOKENS, _NO_TOKENS, [0])
+
+
 class _Position(NamedTuple):
     """Where the next row begins."""
 
-    documents: _Documents = _NO_DOCUMENTS  # fetched and not packed, or not whole
+    documents: _Documents = _NO_DOCUMENTS  # fetched and not packed, or not whole; first those of the rows, row by row
     offset: int = 0  # of the first of them, how many tokens are packed
     packed: int = 0  # documents that are packed to their end
-    fetches: tuple[_Fetch, ...] = ()  # from that of the first waiting document on
+    fetches: tuple[_Fetch, ...] = ()  # with those of all documents that wait
     fetched: int = 0  # documents
+    rows: _Rows = _NO_ROWS
+    row: int = 0  # the next of them
 
     @property
-    def waiting(self) -> list[int]:
+    def waiting(self) -> Indices:
         """The positions in the stream of the documents that are not packed."""
-        waiting: list[int] = self.documents.positions.tolist()
-        return waiting
+        return np.sort(self.documents.positions)
 
 
 class _Saved(NamedTuple):
@@ -205,7 +218,7 @@ class PackingIterator(Iterator):
 
     def batch_end(self) -> Any:
         self._take_up_saved()
-        return self.at.packed, self.at.offset, *self.at.waiting[:1]
+        return self.at.packed, self.at.offset, *self.at.waiting[:1].tolist()
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         return stable_hash(self.seed, self.length, self.split, *start, "to", *stop)
@@ -224,11 +237,13 @@ class PackingIterator(Iterator):
             raise ValueError(
                 f"the saved run had split={not self.split} {name}; a position in one means nothing in the other"
             )
-        first, source = at.fetches[0][:2] if at.fetches else (at.fetched, self.source)
+        waiting = at.waiting.tolist()
+        needed = _needed(at.fetches, waiting)
+        first, source = needed[0][:2] if needed else (at.fetched, self.source)
         serializer.visit("source", source if isinstance(serializer, Serializer) else self.source)
         saved = _Saved(
             serializer("first", first),
-            serializer("waiting", at.waiting),
+            serializer("waiting", waiting),
             serializer("offset", at.offset),
             serializer("packed", at.packed),
             serializer("fetched", at.fetched),
@@ -256,15 +271,10 @@ class _Packing:
     def __init__(self, iterator: PackingIterator) -> None:
         self._iterator, at = iterator, iterator.at
         self.documents, self._offset, self._packed = at.documents, at.offset, at.packed
-        self.fetches, self.fetched = list(at.fetches), at.fetched
+        self.fetches, self.fetched, self._rows, self._row = list(at.fetches), at.fetched, at.rows, at.row
         self._separator = None if iterator.separator is None else np.array([iterator.separator])
         self._tokens: list[NDArray[np.integer]] = []  # of all rows, one after the other
         self._pieces: list[Any] = []  # of which document, how many tokens, and how many of it are before them
-        # With whole documents:
-        self._lengths = np.zeros(1, np.int64)  # of those of this pass, more than a row if one is packed; and of none
-        self._first = self._shortest = 0  # none before waits, and none is shorter
-        self._chosen: list[int] = []  # of these lengths, in rows that each end with that of none
-        self._left: list[int] = []  # places of these rows that are not used
         self._n_empty = 0  # documents without tokens that were fetched last
 
     def fill(self) -> int:
@@ -273,13 +283,15 @@ class _Packing:
 
     def write(self, rows: int) -> Iterable[NDArray[np.int64]]:
         """Return the ids, documents and positions of the rows that were filled."""
-        documents, counts, firsts = np.concatenate(self._pieces, axis=1)
+        documents, counts, firsts = map(np.concatenate, zip(*self._pieces, strict=True))
+        ends = counts.cumsum()
         ids = np.concatenate(self._tokens, dtype=np.int64, casting="unsafe")
         numbers = documents.repeat(counts)
-        positions = (counts.cumsum() - counts - firsts).repeat(counts)
+        positions = (ends - counts - firsts).repeat(counts)
         np.subtract(self._iterator.counts[: len(ids)], positions, positions)
-        if _NONE in documents:
-            positions[numbers == _NONE] = 0
+        unused = np.flatnonzero(documents == _NONE)
+        for end, count in zip(ends[unused].tolist(), counts[unused].tolist(), strict=True):
+            positions[end - count : end] = 0
         return (array.reshape(rows, -1) for array in (ids, numbers, positions))
 
     def _fill_in_turn(self) -> int:
@@ -334,59 +346,54 @@ class _Packing:
         return [self.fetches[owner].tokens[place] for owner, place in places]
 
     def _fill_by_length(self) -> int:
-        rows, length = 0, self._iterator.length
-        while rows < self._iterator.batch_size and self._look_ahead():
-            lengths, left, none = self._lengths, length, len(self._lengths) - 1
-            while lengths.item(self._first) > length:
-                self._first += 1
-            at = self._first  # which fits into an empty row
-            while at < none:
-                left -= lengths.item(at)
-                lengths[at] = length + 1
-                self._chosen.append(at)
-                at += 1  # none before fits, and often the next does
-                if lengths.item(at) > left:
-                    at = none if left < self._shortest else int((lengths <= left).argmax())
-            if left < length:  # otherwise they are all empty
-                self._chosen.append(none)
-                self._left.append(left)
-                rows += 1
-        self._take_chosen()
-        return rows
+        filled, of_batch = 0, self._iterator.batch_size
+        while filled < of_batch and self._look_ahead():
+            ends, row = self._rows.ends, self._row
+            self._row = min(row + of_batch - filled, len(ends) - 1)
+            filled += self._row - row
+            first, last = ends[row], ends[self._row]
+            counts = self._rows.counts[first:last]
+            unused = [end - first - 1 for end in ends[row + 1 : self._row + 1]]
+            pieces = self._rows.numbers[first:last], counts, np.zeros_like(counts)
+            self._put(self._rows.tokens[first:last], pieces, unused)
+            self._pack(len(counts) - len(unused))
+        return filled
+
+    def _pack(self, count: int) -> None:
+        """Count the next documents as packed."""
+        self._packed += count
+        self.documents = self.documents.at(slice(count, None))
 
     def _look_ahead(self) -> bool:
-        """Fetch documents of the pass until enough wait, or if none is left of it, of the next; return if there are any."""
-        of_pass, known, chosen = len(self._lengths) - 1, len(self.documents.lengths), len(self._chosen) - len(self._left)
-        if chosen < of_pass and (known - chosen >= _LOOK_AHEAD or known > of_pass):
-            return True
-        self._take_chosen()
-        while True:
-            epochs = self.documents.epochs
-            of_pass = int(np.count_nonzero(epochs == epochs[:1]))
-            if of_pass < len(epochs) or len(epochs) >= _LOOK_AHEAD or not self.fetch():
-                break
-        lengths = self.documents.lengths[:of_pass]
-        self._lengths, self._first = np.append(lengths, 0), 0
-        self._shortest = int(lengths.min(initial=self._iterator.length))
-        return of_pass > 0
+        """Find the next rows if none is left, in the documents of the pass or else of the next; return False at the end."""
+        while self._row == len(self._rows.ends) - 1:
+            has_more = True
+            while True:
+                epochs = self.documents.epochs
+                of_pass = int(np.count_nonzero(epochs == epochs[:1]))
+                if of_pass < len(epochs) or len(epochs) >= _LOOK_AHEAD or not (has_more := self.fetch()):
+                    break
+            if not of_pass:
+                return False
+            least = _LOOK_AHEAD if of_pass == len(epochs) and has_more else 1
+            chosen, unused = _find_rows(self.documents.lengths[:of_pass], least, self._iterator.length)
+            if unused:
+                self._keep_rows(chosen, of_pass, unused)
+            else:  # these documents are all empty
+                self._pack(of_pass)
+        return True
 
-    def _take_chosen(self) -> None:
-        """Put the documents that were chosen into the rows."""
-        if not self._chosen:
-            return
-        chosen, none = np.array(self._chosen), len(self._lengths) - 1
-        ends = np.flatnonzero(chosen == none)
-        packed = self.documents.at(np.minimum(chosen, none - 1))
-        tokens, counts, numbers = self._find_tokens(packed.positions), packed.lengths, packed.numbers
-        counts[ends], numbers[ends] = self._left, _NONE
-        for place, left in zip(ends.tolist(), self._left, strict=True):
-            tokens[place] = np.zeros(left, np.int64)
-        self._put(tokens, (numbers, counts, np.zeros_like(counts)), ends.tolist())
-        waits = np.ones(len(self.documents.lengths), bool)
-        waits[chosen[chosen < none]] = False
-        self.documents = self.documents.at(np.flatnonzero(waits))
-        self._packed += len(chosen) - len(ends)
-        self._chosen, self._left, self._lengths = [], [], self._lengths[-1:]
+    def _keep_rows(self, chosen: Indices, none: int, unused: list[int]) -> None:
+        """Keep rows of documents that were chosen, each with the number of none behind it, and so many places not used."""
+        pieces, ends = self.documents.at(np.minimum(chosen, none - 1)), np.flatnonzero(chosen == none)
+        pieces.lengths[ends], pieces.numbers[ends] = unused, _NONE
+        tokens = self._find_tokens(pieces.positions)
+        for end, count in zip(ends.tolist(), unused, strict=True):
+            tokens[end] = np.zeros(count, np.int64)
+        self._rows, self._row = _Rows(tokens, pieces.numbers, pieces.lengths, [0, *(ends + 1).tolist()]), 0
+        packed, waits = chosen[chosen < none], np.ones(len(self.documents.lengths), bool)
+        waits[packed] = False
+        self.documents = self.documents.at(np.concatenate([packed, np.flatnonzero(waits)]))
 
     def fetch(self) -> bool:
         """Fetch documents; return False if there are no more."""
@@ -411,8 +418,9 @@ class _Packing:
         counted = np.arange(len(lengths))
         of_pass = epoch * iterator.pass_size + position + counted  # in passes, which a mixture has only of each source
         epochs = np.zeros_like(counted) if isinstance(source, MixtureIterator) else of_pass // iterator.pass_size
+        waiting = self.documents.positions
         self.documents = self.documents.before(_Documents(lengths, numbers, self.fetched + counted, epochs))
-        self.fetches.append(_Fetch(self.fetched, before, tokens))
+        self.fetches = [*_needed(self.fetches, waiting), _Fetch(self.fetched, before, tokens)]
         self.fetched += len(examples)
         self._refuse_empty_passes()
         return True
@@ -432,10 +440,46 @@ class _Packing:
 
     def position(self) -> _Position:
         """Return where the next row begins."""
-        waiting = self.documents.positions
-        ends = [*[fetch.start for fetch in self.fetches[1:]], self.fetched]
-        fetches = [fetch for fetch, end in zip(self.fetches, ends, strict=True) if len(waiting) and waiting[0] < end]
-        return _Position(self.documents, self._offset, self._packed, tuple(fetches), self.fetched)
+        fetches = tuple(self.fetches)
+        return _Position(self.documents, self._offset, self._packed, fetches, self.fetched, self._rows, self._row)
+
+
+def _find_rows(lengths: Indices, least: int, length: int) -> tuple[Indices, list[int]]:
+    """Return the documents of each row, and how many of its places are not used, as long as so many wait at its beginning.
+
+    A row takes the first that fits, again and again; behind its last comes the number of documents, which is that of none.
+    """
+    none, first, shortest = len(lengths), 0, int(lengths.min())
+    waiting, sizes = np.append(lengths, 0), [*lengths.tolist(), 0]  # one more than fits if it is packed
+    fits, limit = np.empty(none + 1, bool), np.zeros((), np.int64)
+    chosen: list[int] = []
+    unused: list[int] = []
+    while none - len(chosen) + len(unused) >= least:
+        begin, left = len(chosen), length
+        while sizes[first] > length:
+            first += 1
+        at = first  # which fits into an empty row
+        while at < none:
+            left -= sizes[at]
+            sizes[at] = waiting[at] = length + 1
+            chosen.append(at)
+            at += 1  # none before fits, and often the next does
+            if sizes[at] > left:
+                if left < shortest:
+                    break
+                limit[()] = left
+                at = int(np.less_equal(waiting, limit, fits).argmax())
+        if left == length:  # those that are left are all empty
+            del chosen[begin:]
+            break
+        chosen.append(none)
+        unused.append(left)
+    return np.array(chosen, np.int64), unused
+
+
+def _needed(fetches: Iterable[_Fetch], waiting: Sequence[int] | Indices) -> list[_Fetch]:
+    """Return the fetches from that of the first waiting document on."""
+    return [fetch for fetch in fetches if len(waiting) and waiting[0] < fetch.start + len(fetch.tokens)]
 
 
 def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
