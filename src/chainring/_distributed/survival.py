@@ -172,9 +172,13 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
                 flat.div_(self.size)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        self.send(tensors, root)
+        self.barrier()  # the root does not wait for the others
+
+    def send(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        """Replace each tensor by the one of rank ``root``, before an exchange that all complete after this one."""
         for flat in flattened(tensors):
             self._begin(partial(dist.broadcast, flat, group_src=root), [flat], gives=False, joins=False)()
-            self.barrier()  # the root does not wait for the others
 
     def gather_object(self, obj: Any) -> list[Any]:
         return _gather(lambda tensor: self.start_all_gather(tensor)(), obj)

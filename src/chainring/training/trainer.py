@@ -637,7 +637,9 @@ def _step_of(entry: Entry, trainer: Trainer) -> _Step:
         call = surround(observers, "around_call", trainer, entry, call=call)
     fires = entry.fires
     if trainer.comm.survives:
-        call, fires = partial(trainer._run.repeat, trainer, call), fires and partial(trainer._run.repeat, trainer, fires)
+        call = partial(trainer._run.repeat, trainer, call)
+        if fires is not None and not getattr(entry.trigger, "predictable", False):  # which asks nobody, nor draws
+            fires = partial(trainer._run.repeat, trainer, fires)
     return entry, observe, fires, call
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
@@ -90,6 +91,10 @@ class WeightedMean:
         if scheme.virtual is None and (buffers := list_buffers(list(scheme.models.values()))):
             scheme.updater.comm.broadcast(buffers)
 
+    def _sum_after(self, update: Update) -> Callable[[Tensor], Tensor] | None:
+        """Return what sums numbers over the ranks after all gradients; ``None`` where that is done beside them."""
+        return None
+
     def _sum(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> Sequence[Any]:
         """Sum the gradients of optimizers over micro-batches and ranks, and return the sum of the weights of each.
 
@@ -121,7 +126,7 @@ class WeightedMean:
         counts = torch.ones(len(touched), **options) if all(touched) else torch.tensor(touched, **options)
         sums = torch.cat([fill(weights, **options), counts])
         if isinstance(comm, GroupCommunicator):
-            sums = total.finish(sums)
+            sums = total.finish(sums, self._sum_after(update))
         else:  # a communicator of the user's, which cannot start sums: all at once
             comm.all_reduce([*(to_local(parameter.grad) for parameter in parameters), sums], average=False)
         if not all(touched):  # only then read the counts, which waits for the device
@@ -197,8 +202,11 @@ class RankSum(BucketedSum):
             check_strided(gradient)
         self._waits.append(self._comm.start_sum(torch.cat([gradient.detach().reshape(-1) for gradient in gradients])))
 
-    def finish(self, numbers: Tensor) -> Tensor:
-        """Replace each gradient by its sum, after all ranks have sent theirs; return the sums of some numbers."""
+    def finish(self, numbers: Tensor, sum_after: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Replace each gradient by its sum, after all ranks have sent theirs; return the sums of some numbers.
+
+        Those are summed beside the gradients, or by ``sum_after`` when they are there.
+        """
         gradients = [to_local(parameter.grad) for parameter in self.parameters]
 
         def send_all_from(first: int) -> None:
@@ -209,7 +217,8 @@ class RankSum(BucketedSum):
         # After all buckets the numbers, and whether any rank has sent stale gradients; on the host both in one message.
         # hot path: "two ranks, a plain model": a message more takes a tenth of the update; an accelerator is not waited for
         is_stale, is_joint = self.is_stale(gradients), self._sends and numbers.is_cpu
-        wait_for_sums = self._comm.start_sum(torch.cat([numbers, numbers.new_tensor([is_stale])]) if is_joint else numbers)
+        numbers = torch.cat([numbers, numbers.new_tensor([is_stale])]) if is_joint else numbers
+        wait_for_sums = partial(sum_after, numbers) if sum_after is not None else self._comm.start_sum(numbers)
         wait_for_stale = self._comm.start_max(int(is_stale)) if self._sends and not is_joint else None
         sums = [wait() for wait in self._waits]
         numbers = wait_for_sums()
@@ -218,6 +227,8 @@ class RankSum(BucketedSum):
             self._waits = []
             send_all_from(0)
             sums = [wait() for wait in self._waits]
+            if sum_after is not None:
+                self._comm.barrier()
         for bucket, flat in zip(self.buckets, sums, strict=True):
             sizes = [gradients[index].numel() for index in bucket]
             for index, values in zip(bucket, torch.split(flat, sizes), strict=True):
@@ -231,6 +242,8 @@ class RankSum(BucketedSum):
 
 def fill(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers, and tensors of one element, as one vector on a device, without waiting for what it computes."""
+    if device.type == "cpu":
+        return torch.tensor(list(map(float, numbers)), dtype=dtype)
     pieces = []
     for number, equal in groupby(numbers, lambda n: None if isinstance(n, Tensor) and n.device == device else float(n)):
         if number is None:

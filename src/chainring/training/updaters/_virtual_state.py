@@ -454,7 +454,7 @@ class Agreement:
         total = TreeSum(deal, self._comm.rank)
         step_count = len(parts[0].steps[-1][1]) if at_step else 0
         for part in parts:
-            pairs = [_weighted(part.observation.get(key), part.weight) or (0, 0) for key in keys]
+            pairs = [pair_with_weight(part.observation.get(key), part.weight) or (0, 0) for key in keys]
             sums = [part.weight, part.rows, *(part.steps[-1][1] if at_step else ())]
             numbers = [*sums, *(value for value, _ in pairs), *(weight for _, weight in pairs)]
             numbers = [is_new, *(numbers if part.rows else [0] * len(numbers))]
@@ -479,10 +479,10 @@ class Agreement:
 def list_keys(parts: Sequence[Part]) -> tuple[str, ...]:
     """Return the keys of numbers that virtual ranks with rows have reported, in their order."""
     rows = [(key, value) for part in parts if part.rows for key, value in part.observation.items()]
-    return tuple(dict.fromkeys(key for key, value in rows if _weighted(value, 0) is not None))
+    return tuple(dict.fromkeys(key for key, value in rows if pair_with_weight(value, 0) is not None))
 
 
-def _weighted(value: Any, weight: Any) -> tuple[Any, Any] | None:
+def pair_with_weight(value: Any, weight: Any) -> tuple[Any, Any] | None:
     """Return a reported number and its weight, by default ``weight``; ``None`` for anything but a number."""
     if type(value) is tuple and len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1]):
         return value
