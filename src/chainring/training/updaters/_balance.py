@@ -18,10 +18,10 @@ from chainring._distributed.virtual_ranks import Deal
 from chainring.datasets._batches import count_examples
 
 _WARM_UP = 2  # updates, in which much is compiled and allocated once
-_FIRST = 4  # of those after them are measured,
+_FIRST = 5  # of those after them are measured,
 _PERIOD = 8  # and then one in so many
-_KEPT = 3  # measurements, of which the median counts
-_GAIN = 0.05  # of the time of an update, for which it is dealt anew: noise gains less
+_KEPT = 5  # measurements, of which the median counts
+_GAIN = 0.05  # of the time of an update, by each of them, for which it is dealt anew: noise does not gain each time
 
 
 def time_on(device: torch.device | None) -> Any:
@@ -123,7 +123,8 @@ class Balance:
             return deal
         seconds = [float(np.median(of_rank)) for of_rank in zip(*self._measured, strict=True)]
         better = fastest(seconds, deal.count)
-        return better if _slowest(better, seconds) < (1 - _GAIN) * _slowest(deal, seconds) else deal
+        gains = (_slowest(better, ranks) < (1 - _GAIN) * _slowest(deal, ranks) for ranks in self._measured)
+        return better if all(gains) else deal
 
     def tell(self, deal: Deal, iterators: Mapping[str, Any]) -> None:
         for iterator in iterators.values():
