@@ -367,6 +367,15 @@ def test_what_cannot_be_mixed_is_refused_when_it_is_made(change, error, text):
         MixtureIterator(settings.pop("datasets"), settings.pop("batch_size"), **settings)
 
 
+def test_a_function_of_weights_that_has_no_more_is_not_the_end_of_the_data():
+    """Such as one that takes the next of a list: a run that ended there would look complete."""
+    each = iter([{"s0": 1, "s1": 1}] * 3)
+    iterator = MixtureIterator(sources([3, 3]), 2, weights=lambda count: next(each), seed=0)
+    taken(iterator, 2)
+    with pytest.raises(RuntimeError, match="the function of the weights raised StopIteration"):
+        next(iterator)
+
+
 def test_other_sources_at_a_resume_are_refused():
     """By their names and sizes."""
     state = MixtureIterator(sources([3, 3]), 2, weights={"s0": 1, "s1": 1}).state_dict()

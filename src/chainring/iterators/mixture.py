@@ -531,5 +531,8 @@ def _changed(anchor: Anchor, weights: tuple[Fraction, ...]) -> Anchor:
 
 def _ask(function: Any, position: int) -> Weights:
     with preserve_host_rng():
-        weights: Weights = function(position)
+        try:
+            weights: Weights = function(position)
+        except StopIteration as error:
+            raise not_the_end("the function of the weights") from error
         return weights
