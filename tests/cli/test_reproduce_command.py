@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
 from pathlib import Path
 
@@ -191,6 +192,39 @@ def test_a_run_without_a_seed_is_said_to_part_and_why(place, capsys):
     assert "did not begin alike: chainring.deterministic(seed)" in shown
     kept = next(line for line in shown.splitlines() if line.startswith("the new run is in ")).split()[-1]
     assert (Path(kept) / "run.json").exists()
+
+
+@pytest.mark.parametrize("value", ["time.time() % 1", "hash('text') / 2**63"])
+def test_a_program_that_does_not_repeat_itself_is_said_to_part_from_itself(place, monkeypatch, capsys, value):
+    """Which a second run of it proves; the one that is kept is the first, whole."""
+    monkeypatch.setattr(subprocess, "Popen", forked.START)  # each with a seed of its own for hashes
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    (place / "train.py").write_text(SCRIPT.replace("scale = 1.0", f"scale = 1 + {value}"))
+    subprocess.run([sys.executable, "train.py"], check=True)
+    status, shown = reproduced(capsys, "--here", "--out", str(place / "again"), "result")
+    assert status == 1
+    assert "made here once more, it parts from itself too (different from iteration 1 on: the loss main/loss" in shown
+    assert (place / "again" / "snapshot_iter_20").is_dir()
+    assert sorted(path.name for path in place.iterdir()) == ["again", "result", "train.py"]
+
+
+@pytest.mark.parametrize("changed", ["data", "variable"])
+def test_what_has_changed_since_is_told_from_a_program_that_does_not_repeat_itself(place, monkeypatch, capsys, changed):
+    """A file beside the code is named, and is the data of both; a variable that is not recorded is not known."""
+    import numpy
+
+    (place / "train.py").write_text(SCRIPT.replace("scale = 1.0", "scale = float(os.environ.get('SCALE', 1))"))
+    numpy.save(place / "data.npy", numpy.ones((20, 2), numpy.float32))
+    train("--data", "data.npy")
+    if changed == "data":
+        numpy.save(place / "data.npy", numpy.zeros((20, 2), numpy.float32))
+        os.utime(place / "data.npy", (later := time.time() + 60, later))
+    else:
+        monkeypatch.setenv("SCALE", "2")
+    status, shown = reproduced(capsys, "--here", "result")
+    assert status == 1
+    assert "made here once more, it has the same bits up to iteration 1: something outside of the program" in shown
+    assert ("changed since the run began: data.npy" in shown) == (changed == "data")
 
 
 def test_a_run_that_a_clock_has_ended_is_made_again_to_its_last_iteration(place, capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import math
 import os
 import secrets
 import shutil
@@ -78,13 +80,15 @@ def reproduce(options: argparse.Namespace) -> int:
     directory = Path(os.path.realpath(tempfile.mkdtemp(prefix="chainring-reproduce-")))
     try:
         with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
-            end, notes = _make_again(recorded, needed, directory, out, options.here)
-        made = FinishedRun.open(out)
-        comparison = compare_runs(recorded, made)
-        comparison.settings.pop("argv", None)
-        status, answer = _judge(comparison, made, end, recorded.last)
-        is_kept = is_kept or status == 1
-        notes += [*_unseeded(recorded, made), f"the new run is in {out}"] if status == 1 else []
+            attempt = _Attempt(recorded, needed, directory, out, options.here)
+            attempt.make(attempt.until)
+            made = FinishedRun.open(out)
+            comparison = compare_runs(recorded, made)
+            comparison.settings.pop("argv", None)
+            status, answer = _judge(comparison, made, attempt, recorded.last)
+            is_kept, notes = is_kept or status == 1, attempt.notes
+            if status == 1:
+                notes += [*(_unseeded(recorded, made) or attempt.repeat(comparison)), f"the new run is in {out}"]
         facts = facts_of(comparison) | {"status": status, "answer": answer, "notes": notes}
         lines = [answer, *lines_of(comparison), *notes]
         show(options, facts, map(printable, lines))
@@ -101,32 +105,73 @@ def _new_out(given: str | None, run_directory: Path) -> str:
     return new_directory(given, run_directory)
 
 
-def _make_again(
-    recorded: FinishedRun, needed: Mapping[str, Any], directory: Path, out: str, here: bool
-) -> tuple[tuple[int, str], list[str]]:
-    """Run all that can be, and return with which iteration that ends, why if it is not the last, and notes."""
-    segments, end, reason, notes = _segments(recorded)
-    workspace = Workspace(needed, str(recorded.directory), out, directory)
-    ranks = ranks_to_start(needed)
-    if here:
-        workspace.use_this_environment()
-    else:
-        workspace.build_environment()
-    notes += _differing(needed, here)
-    if needed["ranks"] > 1:
-        notes.append(f"the run had {needed['ranks']} ranks, and is made again on {ranks}")
-    os.makedirs(out, exist_ok=True)
-    commands = [each for each in recorded.record.get("commands", ()) if "refused" not in each]
-    for number, segment in enumerate(segments):
-        until = segments[number + 1].begin if number + 1 < len(segments) else end
-        mark, threads = secrets.token_hex(16), needed["threads"]
-        name, where = f"start{number}", str(directory)
-        task = Reproduction(name, where, out, mark, until=until, threads=threads, commands=commands)
-        code = run(workspace.starter(segment.arguments, ranks), task)
-        if not task.is_done:
-            told = "; ".join([*workspace.notes, *notes])
-            raise NoReplay(failure_of(task, code, "the script failed") + (f"\n({told})" if told else ""))
-    return (end, reason), [*dict.fromkeys([*workspace.notes, *notes])]
+class _Attempt:
+    """The code and the environment of a run, in which it is made again.
+
+    Attributes:
+        until: the last iteration that can be made.
+        reason: why it is not the last of the run; empty if it is.
+    """
+
+    def __init__(self, recorded: FinishedRun, needed: Mapping[str, Any], directory: Path, out: str, here: bool) -> None:
+        self._segments, self.until, self.reason, self._notes = _segments(recorded)
+        self._recorded, self._needed, self._directory, self._out = recorded, needed, directory, out
+        self._workspace = Workspace(needed, str(recorded.directory), out, directory, _began(recorded))
+        self._ranks = ranks_to_start(needed)
+        if here:
+            self._workspace.use_this_environment()
+        else:
+            self._workspace.build_environment()
+        self._notes += _differing(needed, here)
+        if needed["ranks"] > 1:
+            self._notes.append(f"the run had {needed['ranks']} ranks, and is made again on {self._ranks}")
+
+    @property
+    def notes(self) -> list[str]:
+        return [*dict.fromkeys([*self._workspace.notes, *self._notes])]
+
+    def make(self, until: int) -> None:
+        """Run each command line up to the iteration with which the next one began."""
+        os.makedirs(self._out, exist_ok=True)
+        commands = [each for each in self._recorded.record.get("commands", ()) if "refused" not in each]
+        for segment, end in zip(self._segments, [*(later.begin for later in self._segments[1:]), self.until], strict=True):
+            if segment.begin >= until:
+                return
+            mark, threads, where = secrets.token_hex(16), self._needed["threads"], str(self._directory)
+            task = Reproduction(mark, where, self._out, mark, until=min(end, until), threads=threads, commands=commands)
+            code = run(self._workspace.starter(segment.arguments, self._ranks), task)
+            if not task.is_done:
+                told = "; ".join(self.notes)
+                raise NoReplay(failure_of(task, code, "the script failed") + (f"\n({told})" if told else ""))
+
+    def repeat(self, parted: Comparison) -> list[str]:
+        """Make the run once more, up to where it has parted; return what that tells of the reason."""
+        if parted.first is None:
+            return []
+        until, kept = max(parted.first.iteration, 1), f"{self._out}-{secrets.token_hex(4)}"
+        os.rename(self._out, kept)
+        try:
+            self.make(until)
+            again = compare_runs(FinishedRun.open(kept), FinishedRun.open(self._out))
+        except (NoReplay, OSError, ValueError):
+            return []
+        finally:
+            shutil.rmtree(self._out, ignore_errors=True)
+            os.rename(kept, self._out)
+        if again.is_same is None:
+            return []
+        if again.is_same:
+            text = f"made here once more, it has the same bits up to iteration {until}: something outside of the program"
+            return [f"{text} is not as it was, such as data, a variable of the environment, a version, or the date"]
+        text = f"made here once more, it parts from itself too ({again.answer}): it depends on something that is another"
+        return [f"{text} at each start, such as the clock, a generator without a seed, the order of a set, or its own files"]
+
+
+def _began(recorded: FinishedRun) -> float:
+    """Return when the run began, by the clock; infinity if its record does not tell."""
+    with contextlib.suppress(ValueError):
+        return datetime.datetime.fromisoformat(str(recorded.record["starts"][0].get("time"))).timestamp()
+    return math.inf
 
 
 def _segments(recorded: FinishedRun) -> tuple[list[Segment], int, str, list[str]]:
@@ -171,9 +216,9 @@ def _differing(needed: Mapping[str, Any], here: bool) -> Iterator[str]:
         yield f"differs here: {list_names(changed, _MOST_SHOWN)}"
 
 
-def _judge(comparison: Comparison, made: FinishedRun, end: tuple[int, str], last: int) -> tuple[int, str]:
+def _judge(comparison: Comparison, made: FinishedRun, attempt: _Attempt, last: int) -> tuple[int, str]:
     """Return the exit status, and the answer in a sentence."""
-    until, reason = end
+    until, reason = attempt.until, attempt.reason
     if comparison.is_same is None:
         return 2, "not known: the run has left nothing that can be compared; extensions.Recorder records every iteration"
     if not comparison.is_same:
@@ -185,11 +230,9 @@ def _judge(comparison: Comparison, made: FinishedRun, end: tuple[int, str], last
     return 0, f"the same bits, up to iteration {last}"
 
 
-def _unseeded(recorded: FinishedRun, made: FinishedRun) -> Iterator[str]:
-    """Yield a sentence about generators with which the two runs have begun differently."""
+def _unseeded(recorded: FinishedRun, made: FinishedRun) -> list[str]:
+    """Return a sentence about generators with which the two runs have begun differently, if there are such."""
     began, began_again = (as_mapping(start_in_force(run.record, 0).get("generators")) for run in (recorded, made))
-    if names := sorted(name for name in began_again if began.get(name) != began_again[name]):
-        yield (
-            f"the generators of {', '.join(names)} did not begin alike: chainring.deterministic(seed) at the beginning of "
-            "the script seeds all of them"
-        )
+    names = sorted(name for name in began_again if began.get(name) != began_again[name])
+    text = f"the generators of {', '.join(names)} did not begin alike: chainring.deterministic(seed) at the beginning of "
+    return [f"{text}the script seeds all of them"] if names else []

@@ -37,9 +37,16 @@ class Workspace:
 
     Attributes:
         notes: sentences about what is not as it was.
+
+    Args:
+        needed: what the record has for it.
+        run: the directory of the run.
+        out: that of the new one.
+        directory: an empty one.
+        began: when the run began, by the clock.
     """
 
-    def __init__(self, needed: Mapping[str, Any], run: str, out: str, directory: Path) -> None:
+    def __init__(self, needed: Mapping[str, Any], run: str, out: str, directory: Path, began: float) -> None:
         self.notes: list[str] = []
         self._needed, self._source, self._run, self._out = needed, _source_of(needed), run, out
         self._directory, self._code = directory, directory / "code"
@@ -48,7 +55,7 @@ class Workspace:
         self._working = self._code
         self._check_out()
         self._check_script()
-        self._link_the_rest()
+        self._link_the_rest(began)
 
     # --- the code ---
 
@@ -108,9 +115,9 @@ class Workspace:
             others = [f"{name} ({why})" for name, why in left_out.items()]
             self.notes.append(f"left out of the record: {list_names(others, _MOST_SHOWN, '; ')}")
 
-    def _link_the_rest(self) -> None:
+    def _link_the_rest(self, began: float) -> None:
         """Link what lies where the run was started, and in its repository, and is in no commit."""
-        linked: list[str] = []
+        linked = dict[str, str]()  # by its name there the file or directory
         root, directory = self._source["root"], self._source["directory"]
         for original in dict.fromkeys([root, directory]):
             if not os.path.isdir(original):
@@ -127,8 +134,11 @@ class Workspace:
         self._working.mkdir(parents=True, exist_ok=True)
         if linked:
             self.notes.append(f"in no commit, and used as it is now: {list_names(sorted(linked), _MOST_SHOWN)}")
+        files = {name: path for name, path in linked.items() if os.path.isfile(path)}
+        if changed := sorted(name for name, path in files.items() if os.path.getmtime(path) > began + 1):
+            self.notes.append(f"changed since the run began: {list_names(changed, _MOST_SHOWN)}")
 
-    def _link(self, original: str, copy: Path, linked: list[str]) -> None:
+    def _link(self, original: str, copy: Path, linked: dict[str, str]) -> None:
         for entry in os.scandir(original):
             target, real = copy / entry.name, os.path.realpath(entry.path)
             if entry.name in (".git", "__pycache__") or self._directory.is_relative_to(real):
@@ -142,7 +152,7 @@ class Workspace:
                 self._link(entry.path, target, linked)
             elif not os.path.lexists(target):
                 target.symlink_to(os.path.abspath(entry.path))
-                linked.append(os.path.relpath(entry.path, original))
+                linked[os.path.relpath(entry.path, original)] = entry.path
 
     # --- the environment ---
 
