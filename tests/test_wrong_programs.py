@@ -227,9 +227,6 @@ WRONG = {
     "an evaluation without end": Wrong(
         "100, repeat=False, shuffle=False", "100", "repeats forever", "make it with repeat=False"
     ),
-    "an evaluation without data": Wrong(
-        "SerialIterator(test,", "SerialIterator([],", "the validation has no data", "check that they are not empty"
-    ),
     "an evaluation of a dataset": Wrong(
         "Evaluator(test_iter", "Evaluator(test", "got the dataset", "SerialIterator(dataset, batch_size)"
     ),
@@ -369,6 +366,9 @@ def test_a_wrong_program_is_answered_in_at_most_four_lines(tmp_path, monkeypatch
 
 
 WARNED = {
+    "an evaluation without data": Wrong(
+        "SerialIterator(test,", "SerialIterator([],", "the validation has no data", "check that they are not empty"
+    ),
     "a column that is never reported": Wrong(
         '"validation/main/loss"]', '"val/loss"]', "no values for ['val/loss']", "the rows have ['main/loss'"
     ),

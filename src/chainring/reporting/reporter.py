@@ -109,7 +109,7 @@ class Reporter:
         reported: the values reported so far, and how they are kept.
         watchers: called with the full key and the value of each report; the value is the original one, with its graph.
         media_watchers: called with the key and the content of each `report_image`, `report_text` and `report_histogram`.
-        said: the keys of which a warning has said that their values have no mean, by whoever has met them first.
+        said: the keys, or beginnings of keys such as ``validation/``, of which a warning has said why they have no mean.
     """
 
     def __init__(self) -> None:

@@ -182,11 +182,22 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("virtual_ranks", [None, 2])
 @pytest.mark.parametrize("source", WITHOUT_A_BATCH.values(), ids=WITHOUT_A_BATCH)
-def test_an_evaluation_without_a_batch_is_refused(source, virtual_ranks):
-    """Its keys would be missing in the log."""
+def test_an_evaluation_without_a_batch_is_said(source, virtual_ranks):
+    """Its keys are missing in the log, and no error tells why."""
     evaluator = Evaluator(source(), Mean(), virtual_ranks=virtual_ranks)
-    with pytest.raises(ValueError, match="the validation has no data, because its iterator gave no batch; check"):
-        evaluator.evaluate()
+    with pytest.warns(UserWarning, match="the validation has no data, because its iterator gave no batch; check"):
+        assert evaluator.evaluate() == {}
+
+
+def test_an_evaluation_without_a_batch_is_said_once(tmp_path):
+    """Not also by the table that misses its keys, which says the others that are missing."""
+    table = extensions.PrintReport(["validation/main/loss", "validation_1/main/los"], out=io.StringIO())
+    log, full = extensions.LogReport(trigger=(1, "iteration")), Evaluator(once(values(1, 2)), Mean())
+    with pytest.warns(UserWarning, match="no ") as caught:
+        run(Counting([{"main/loss": 1.0}]), 1, tmp_path, Evaluator([], Mean()), full, log, table)
+    first, second = (str(warning.message) for warning in caught)
+    assert "the validation has no data" in first
+    assert "no values for ['validation_1/main/los']" in second
 
 
 def test_an_evaluation_that_only_looks_needs_no_word():

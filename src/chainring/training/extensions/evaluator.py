@@ -20,6 +20,7 @@ from chainring._distributed.communicator import Communicator, as_communicator, d
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Deal
 from chainring._hints import EVALUATION, hinting
+from chainring._messages import warn
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
 from chainring.datasets._batches import count_examples, require_count, take_examples
@@ -199,6 +200,8 @@ class Evaluator(Extension):
                 f"got {means!r}; let it end with: return means"
             )
         prefix = "" if trainer is None or trainer.extension_name is None else f"{trainer.extension_name}/"
+        if trainer is not None and isinstance(means, _WithoutBatch):
+            trainer.reporter.said.add(prefix)
         means = {prefix + key: value for key, value in means.items()}
         report(means)
         for key, media in self._media.items():
@@ -209,8 +212,8 @@ class Evaluator(Extension):
     def evaluate(self) -> dict[str, float]:
         """Return the mean of each reported value over one pass by key, such as ``main/loss``, without reporting them.
 
-        Raises:
-            ValueError: the iterator gave no batch.
+        Warns:
+            UserWarning: the iterator gave no batch.
         """
         if self.eval_hook is not None:
             self.eval_hook(self)
@@ -260,11 +263,16 @@ class Evaluator(Extension):
         if any(have_weights):
             means["main/weight"] = summary.total_weight("main/weight")  # of all batches and ranks, and not their mean
         if not have_weights and not means:  # on no rank
-            raise ValueError(
+            self._tell(
                 f"the {self.default_name} has no data, because its iterator gave no batch; check that they are not empty, "
                 "and not fewer than a batch with drop_last"
             )
+            return _WithoutBatch()
         return means
+
+    def _tell(self, text: str) -> None:
+        """Say that there was nothing to evaluate; a run goes on without."""
+        warn(text)
 
     def _add_forwards(self, summary: DictMeans, batches: Iterable[Any], forward: Any) -> None:
         """Evaluate batches, and add what is reported; an example that keeps this rank in step counts in no metric either."""
@@ -440,10 +448,17 @@ def predict(
     return _map(partial(_join, size=comm.size), *by_batch)
 
 
+class _WithoutBatch(dict[str, float]):
+    """What an evaluation of no batch returns: no means."""
+
+
 class _Prediction(Evaluator):
     """An evaluation that keeps what the function returns, in place of means."""
 
     default_name = "prediction"
+
+    def _tell(self, text: str) -> None:
+        raise ValueError(text)
 
     def run(self, comm: Communicator, function: Callable[..., Any]) -> list[Any]:
         """Return what this rank computes for its rows of each batch."""

@@ -56,7 +56,7 @@ class PrintReport(Extension):
         self._out = out
         self._report: Any = None  # during the run
         self._keys: dict[str, None] = {}  # of the rows so far
-        self._said: Collection[str] = ()  # the keys of which another warning says why they have no values
+        self._said: Collection[str] = ()  # as the reporter's
         self._printed = 0
         self._table: _NotebookTable | None = None
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
@@ -99,11 +99,14 @@ class PrintReport(Extension):
     def finalize(self) -> None:
         self._print_new(immediately=True)
         # Only now, because a key may come late, such as that of an occasional evaluation.
-        said = tuple(f"/{key}" for key in self._said)  # an evaluation has put its name before some
-        blank = [key for key in self._entries or () if key not in self._keys and not f"/{key}".endswith(said)]
+        blank = [key for key in self._entries or () if key not in self._keys and not self._is_said(key)]
         if self._report is not None and self._keys and blank:
             warn(f"PrintReport found no values for {blank}; the rows have {list(self._keys)}")
         self._report = None
+
+    def _is_said(self, key: str) -> bool:
+        """Return True if another warning has said why a key has no values; an evaluation has put its name before some."""
+        return any(key.startswith(said) if said.endswith("/") else f"/{key}".endswith(f"/{said}") for said in self._said)
 
     def _new_rows(self) -> list[dict[str, Any]]:
         report = self._report
