@@ -6,6 +6,7 @@ import queue
 import traceback
 
 import torch
+from torch.distributed import TCPStore
 
 from chainring.parallel import create_communicator
 from ports import free_port
@@ -16,20 +17,25 @@ def on_two_ranks(function, *arguments):
     return on_ranks(2, function, *arguments)
 
 
-def on_ranks(size, function, *arguments, seconds=300, device="cpu"):
-    """What ``function(comm, *arguments)`` returns on each of ``size`` ranks, or the error that it raises, as text."""
-    shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+def on_ranks(size, function, *arguments, seconds=300, device="cpu", survive=False):
+    """What ``function(comm, *arguments)`` returns on each of ``size`` ranks, or the error that it raises, as text.
+
+    Ranks that ``survive`` the loss of others meet through a store of this process, as that of torchrun is in its agent.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if survive else None
+    shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port() if store is None else store.port}
+    shared |= {} if store is None else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
-    return in_environments(environments, function, *arguments, seconds=seconds, device=device)
+    return in_environments(environments, function, *arguments, seconds=seconds, device=device, survive=survive)
 
 
-def in_environments(environments, function, *arguments, seconds=300, device="cpu"):
+def in_environments(environments, function, *arguments, seconds=300, device="cpu", survive=False):
     """What ``function(comm, *arguments)`` returns in a process with each of the variables, or its error, as text."""
     context = multiprocessing.get_context("forkserver")
     size = len(environments)
     results, found = context.Queue(), {}
     ranks = [
-        context.Process(target=_live, args=(number, variables, results, device, function, arguments))
+        context.Process(target=_live, args=(number, variables, results, device, survive, function, arguments))
         for number, variables in enumerate(environments)
     ]
     for rank in ranks:
@@ -47,12 +53,12 @@ def in_environments(environments, function, *arguments, seconds=300, device="cpu
     return [found[rank] for rank in range(size)]
 
 
-def _live(rank, variables, results, device, function, arguments):
+def _live(rank, variables, results, device, survive, function, arguments):
     os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(1)
     comm = None
     try:
-        comm = create_communicator(device)
+        comm = create_communicator(device, survive=survive)
         found = function(comm, *arguments)
     except BaseException as error:
         found = "".join(traceback.format_exception(error if comm is None else comm.failed(error)))

@@ -4,18 +4,22 @@
     python tests/bits/table.py --compare FILE    # names the settings that differ, and in what; exit code 1 if any does
     python tests/bits/table.py --only accumulate # with either: the settings whose names contain that
 
+It also names the settings that should compute the same bits as another one, such as with an audit, and do not.
+
 Each setting is a short run of a trainer. Of it are kept the parameters, the buffers, the state of the optimizers, what is
 reported in each iteration, the weights and counts of its updates, the stages that callbacks see, and the generators in the
 end, of which each rank has its own. Only public names are used, so that a tree from before a change can be asked as well.
 """
 
 import argparse
+import contextvars
 import hashlib
 import itertools
 import json
 import random
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -47,6 +51,7 @@ STAGES = [
     "comm_on_finish", "update_on_start", "update_on_finish",
 ]  # fmt: skip
 UPDATES = 12
+SAME = {}  # name of a setting -> that of another with the same bits, and in what; in all if None
 SETTINGS = {}  # name -> (number of ranks, function of a communicator that returns a trainer, or how a run goes)
 
 
@@ -510,6 +515,49 @@ setting("2 ranks, resumed", 2, make=classifier, accumulate=2)(resumed)
 setting("2 ranks, without data", 2)(without_data)
 
 
+# --- the same bits as without ---
+
+
+def also(name, what, function=classifier, keys=None, **arguments):
+    """Register a setting that computes the bits of another one, of all or of some keys."""
+    SAME[f"{name}, {what}"] = name, keys
+    setting(f"{name}, {what}", int(name[0]), **arguments)(function)
+
+
+def exhausted(model):
+    """Lacks memory in every fifth forward, but not when that is tried again."""
+    calls = contextvars.ContextVar("calls")  # in which no state is looked for
+    calls.set(itertools.count(1))
+
+    def fail(*_):
+        if next(calls.get()) % 5 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.register_forward_pre_hook(fail)
+    return model
+
+
+def uneven(model):
+    """Is slow on rank 1."""
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.01 * torch.distributed.get_rank()))
+    return model
+
+
+OF_ONE = ["parameters", "buffers", "optimizers", "counts"]  # each rank that may survive reports and draws what all have
+for n in (1, 2, 3):
+    also(f"{n} ranks, virtual=3", "audit=1", virtual_ranks=3, audit=1)
+    also(f"{n} ranks, virtual=3", "memory", virtual_ranks=3, wrap=exhausted)
+    if n > 1:
+        also(f"{n} ranks, virtual=3", "survive", keys=OF_ONE, virtual_ranks=3)
+        also(f"{n} ranks", "survive", keys=OF_ONE, batch_size=11)
+        also(f"{n} ranks, accumulate=2, weighted", "survive", keys=OF_ONE, accumulate=2, is_weighted=True, repeat=False,
+             norm=False)  # fmt: skip
+        also(f"{n} ranks, gan, accumulate=2", "survive", gan, OF_ONE, accumulate=2)
+        also(f"{n} ranks, rarely", "survive", rarely, OF_ONE)
+also("2 ranks, virtual=3", "dealt by speed", virtual_ranks=3, balance="speed", wrap=uneven)
+also("2 ranks, virtual=4, accumulate=2, weighted", "audit=2", virtual_ranks=4, accumulate=2, is_weighted=True, audit=2)
+
+
 def of_ranks(comm, names):
     """Return the digests of this rank, up to the first setting that fails: the others would wait for it."""
     found = {}
@@ -534,9 +582,9 @@ def table(only=""):
     """Return the digests of each setting, of several ranks in a list."""
     chosen = [name for name in SETTINGS if only in name]
     digests = {name: of_setting(None, name) for name in chosen if SETTINGS[name][0] == 1 and " ranks" not in name}
-    for size in (1, 2, 3):
-        names = [name for name in chosen if name.startswith(f"{size} ranks")]
-        for rank in on_ranks(size, of_ranks, names, seconds=600) if names else ():
+    for size, survive in itertools.product((1, 2, 3), (False, True)):
+        names = [name for name in chosen if name.startswith(f"{size} ranks") and name.endswith(", survive") == survive]
+        for rank in on_ranks(size, of_ranks, names, seconds=600, survive=survive) if names else ():
             for name in names:
                 missing = {"error": "not run" if isinstance(rank, dict) else str(rank)}
                 digests.setdefault(name, []).append(rank.get(name, missing) if isinstance(rank, dict) else missing)
@@ -554,6 +602,15 @@ def differences(expected, found):
                 yield f"{name}, rank {rank}: {', '.join(map(str, [*keys, *errors]))}"
 
 
+def unlike(found):
+    """Yield the names of settings that do not compute the bits of the other one, each with what differs."""
+    for name, (other, keys) in SAME.items():
+        if name in found and other in found:
+            for rank, pair in enumerate(zip(found[name], found[other], strict=True)):
+                if differing := [key for key in keys or pair[1] if pair[0].get(key) != pair[1].get(key)]:
+                    yield f"{name}, rank {rank}, is not {other}: {', '.join(differing)}"
+
+
 def as_list(digests):
     return digests if isinstance(digests, list) else [digests]
 
@@ -569,6 +626,7 @@ def main():
         given.write.write_text(json.dumps(found, indent=1))
     errors = [name for name, digests in found.items() if any("error" in rank for rank in as_list(digests))]
     different = list(differences(json.loads(given.compare.read_text()), found)) if given.compare else []
+    different += unlike(found)
     print(*different, sep="\n")
     print(f"{len(found)} settings, {len(different)} differ; refused: {errors}")
     sys.exit(bool(different))
