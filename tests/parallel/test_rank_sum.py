@@ -77,6 +77,11 @@ def test_the_sums_have_the_same_bits_whenever_they_are_sent(digests, kind):
     assert len({one for pair in pairs for one in pair}) == 1
 
 
+def test_ranks_that_may_be_lost_compute_the_same_bits(digests, tmp_path):
+    """They sum weights after the gradients, and not beside them, with what each has to know of the others."""
+    assert on_ranks(3, all_kinds, str(tmp_path), survive=True) == digests
+
+
 def order_of_events(comm, out):
     """In which order the gradients of the layers come, and something is sent, in an update."""
     events, own = [], create_communicator("cpu")
