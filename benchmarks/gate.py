@@ -117,7 +117,7 @@ def kept(out: Path) -> dict[str, float]:
 
 def ranks(out: Path) -> dict[str, float]:
     """Of an update of two ranks."""
-    args = argparse.Namespace(rounds=ROUNDS, turns=virtual_ranks.TURNS, updates=virtual_ranks.UPDATES)
+    args = argparse.Namespace(rounds=ROUNDS, turns=virtual_ranks.TURNS, updates=virtual_ranks.UPDATES, cpu=False)
     found = {name: virtual_ranks.measured("10^6", 2, count, args) for name, count in RANKS.items()}
     return {f"{name} / DDP": result["ratio"]["median"] for name, result in found.items()}
 

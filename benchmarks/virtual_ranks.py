@@ -1,4 +1,4 @@
-"""What updates of several ranks cost beside those of DDP: as virtual ranks, and of a model that is not in DDP.
+"""What updates of several ranks cost beside those of DDP: as virtual ranks, and of a model that is not in DDP; and options.
 
 Run it on a machine that has nothing else to do::
 
@@ -6,9 +6,10 @@ Run it on a machine that has nothing else to do::
 
 On several ranks, which are processes over gloo with a thread each, the plain update is that of a model in DDP; on one it is
 that of the updater without ``virtual_ranks``. Rows of 0 virtual ranks are of a model that the updater exchanges gradients
-of by itself. Both are made in the same processes and take turns, some updates each, and a
-ratio is the median of those of neighbouring turns. A figure is the median of the rounds, each in new processes. The bytes of
-an update are those of all ranks together, beside those of a ring all-reduce of the gradients.
+of by itself. Rows of an option have the same update without it as the plain one: ``survive=True``, ``audit=1``,
+``balance="speed"`` on ranks that are equally fast. Both are made in the same processes and take turns, some updates each, and
+a ratio is the median of those of neighbouring turns. A figure is the median of the rounds, each in new processes. The bytes
+of an update are those of all ranks together, beside those of a ring all-reduce of the gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from _measure import Figure, begin, conclude, figure, parser_of
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from chainring import Reporter
@@ -45,10 +46,14 @@ WIDTHS = {"10^6": (784, 800, 400, 10), "10^7": (784, 2600, 2600, 500, 10)}
 ROWS = [("10^6", *row) for row in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 8), (4, 4))]
 ROWS += [("10^7", *row) for row in ((1, 1), (1, 8), (2, 2))]
 ROWS += [(name, 2, 0) for name in WIDTHS]
+ROWS += [("10^6", 2, 0, "survive"), ("10^7", 2, 0, "survive"), ("10^6", 2, 2, "survive"), ("10^6", 2, 8, "balance")]
+ROWS += [("10^6", 1, 8, "audit"), ("10^6", 2, 8, "audit")]
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, "survive": {}, "balance": {"balance": "speed"}, "audit": {"audit": 1}}
 TURNS, UPDATES = 10, 10
 """Of each updater in a round, and of a turn."""
-BUDGETS = {(2, 2): 1.05, (2, 0): 1.05}
-"""Of the ratio of the times, by ranks and virtual ranks."""
+BUDGETS = {(2, 2, ""): 1.05, (2, 0, ""): 1.05, (2, 0, "survive"): 1.01, (2, 2, "survive"): 1.01, (2, 8, "balance"): 1.01}
+BUDGETS[1, 8, "audit"] = 1 + 1 / 8 + 0.01  # one of two ranks has five virtual ranks where both had four
+"""Of the ratio of the times, by ranks, virtual ranks and option."""
 BYTES_BUDGET = 1.1
 Result = dict[str, Any]
 
@@ -60,15 +65,16 @@ def perceptron(name: str) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def updater_of(name: str, comm: Any, count: int | None) -> StandardUpdater:
-    """Return an updater of a perceptron, whose model is in DDP where there are ranks, unless ``count`` is 0."""
+def updater_of(name: str, comm: Any, count: int | None, **options: Any) -> StandardUpdater:
+    """Return an updater of a perceptron, whose model is in DDP where there are ranks and ``count`` is ``None``."""
     predictor = perceptron(name)
     draw = np.random.default_rng(0)
     data = draw.standard_normal((5000, 784), np.float32), draw.integers(0, 10, 5000)
     optimizer = torch.optim.SGD(predictor.parameters(), lr=0.01)
-    model = Classifier(predictor if comm.size == 1 or count == 0 else DistributedDataParallel(predictor))
+    model = Classifier(DistributedDataParallel(predictor) if comm.size > 1 and count is None else predictor)
     iterator = SerialIterator(TupleDataset(*data), BATCH)
-    updater = StandardUpdater(iterator, optimizer, model, comm=comm if comm.size > 1 else None, virtual_ranks=count or None)
+    options |= {"comm": comm if comm.size > 1 else None, "virtual_ranks": count or None}
+    updater = StandardUpdater(iterator, optimizer, model, **options)
     iterator.share(comm.rank, comm.size)  # as a Trainer does
     updater.start()
     return updater
@@ -112,21 +118,25 @@ def counted_bytes() -> Iterator[list[int]]:
             setattr(dist, name, function)
 
 
-def live(rank: int, size: int, port: int, name: str, count: int, args: argparse.Namespace, results: Any) -> None:
+def live(
+    rank: int, size: int, port: int, name: str, count: int, option: str, args: argparse.Namespace, results: Any
+) -> None:
     """In the process of a rank: let both updaters take turns."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in where.items()})
+    os.environ.update({key: str(value) for key, value in where.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     torch.set_num_threads(1)
+    survivor = create_communicator("cpu", survive=True) if option == "survive" else None
     comm = create_communicator("cpu")
-    plain, virtual = updater_of(name, comm, None), updater_of(name, comm, count)
+    plain = updater_of(name, comm, count if option else None)
+    virtual = updater_of(name, survivor or comm, count, **OPTIONS[option])
     reporter = Reporter()
     for model in (plain.get_model("main"), virtual.get_model("main")):
         reporter.add_observer("main", model)
     with reporter.scope({}):
-        times = {updater: [turn(updater, comm, args.updates) for _ in range(2)] for updater in (plain, virtual)}
+        times = {updater: [turn(updater, comm, args) for _ in range(2)] for updater in (plain, virtual)}
         for number in range(args.turns):
             for updater in (plain, virtual) if number % 2 else (virtual, plain):
-                times[updater].append(turn(updater, comm, args.updates))
+                times[updater].append(turn(updater, comm, args))
         sent = 0.0
         if size > 1:
             with counted_bytes() as counts:
@@ -138,30 +148,28 @@ def live(rank: int, size: int, port: int, name: str, count: int, args: argparse.
         ratio = statistics.median(one / other for one, other in pairs)
         results.put((statistics.median(times[plain][2:]) / args.updates, ratio, sent))
     comm.barrier()
-    comm.close()
+    for each in filter(None, (comm, survivor)):
+        each.close()
 
 
-def turn(updater: StandardUpdater, comm: Any, updates: int) -> float:
-    """Seconds of some updates."""
+def turn(updater: StandardUpdater, comm: Any, args: argparse.Namespace) -> float:
+    """Seconds of some updates, of the processor if that is asked for."""
     comm.barrier()
-    began = time.perf_counter()
-    for _ in range(updates):
+    clock = time.process_time if args.cpu else time.perf_counter
+    began = clock()
+    for _ in range(args.updates):
         updater.update()
-    return time.perf_counter() - began
+    return clock() - began
 
 
-def measured(name: str, size: int, count: int, args: argparse.Namespace) -> Result:
+def measured(name: str, size: int, count: int, args: argparse.Namespace, option: str = "") -> Result:
     context = multiprocessing.get_context("fork")
     rounds = []
     for _ in range(args.rounds):
         results = context.Queue()
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = held.getsockname()[1]
-        ranks = [
-            context.Process(target=live, args=(rank, size, port, name, count, args, results), daemon=True)
-            for rank in range(size)
-        ]
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # that of torchrun is in its agent
+        told = size, store.port, name, count, option, args, results
+        ranks = [context.Process(target=live, args=(rank, *told), daemon=True) for rank in range(size)]
         for rank in ranks:
             rank.start()
         rounds.append(_first(results, ranks))
@@ -169,8 +177,9 @@ def measured(name: str, size: int, count: int, args: argparse.Namespace) -> Resu
             rank.join()
     plain, ratios, sent = zip(*rounds, strict=True)
     return {
-        "row": f"{name} parameters", "ranks": size, "virtual": count, "plain_ms": 1e3 * statistics.median(plain),
-        "ratio": vars(figure(ratios)), "rounds": ratios, "budget": BUDGETS.get((size, count)),
+        "row": f"{name} parameters{option and f', {option}'}",
+        "ranks": size, "virtual": count, "plain_ms": 1e3 * statistics.median(plain),
+        "ratio": vars(figure(ratios)), "rounds": ratios, "budget": BUDGETS.get((size, count, option)),
         "bytes": sent[0] if size > 1 else None,
     }  # fmt: skip
 
@@ -189,7 +198,7 @@ def line_of(result: Result) -> str:
     limit = "" if budget is None else f"<= {budget:g} {'met' if ratio.median <= budget else 'exceeded'}"
     sent = "" if result["bytes"] is None else f"{result['bytes']:.4f} x the ring"
     places = f"{result['ranks']:>6}{result['virtual']:>9}{result['plain_ms']:>12.2f}"
-    return f"{result['row']:<20}{places}{ratio.median:>9.3f} {spread:<20}{limit:<18}{sent}".rstrip()
+    return f"{result['row']:<26}{places}{ratio.median:>9.3f} {spread:<20}{limit:<18}{sent}".rstrip()
 
 
 def failures(results: list[Result], slack: float) -> list[str]:
@@ -208,7 +217,12 @@ def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=1.2)
     parser.add_argument("--updates", type=int, default=UPDATES, help=f"of a turn (default: {UPDATES})")
     parser.add_argument("--turns", type=int, default=TURNS, help=f"of each updater in a round (default: {TURNS})")
-    parser.add_argument("--rows", nargs="+", metavar="PARAMETERS/RANKS/VIRTUAL", help="such as 10^6/2/2 (default: all)")
+    parser.add_argument(
+        "--rows", nargs="+", metavar="PARAMETERS/RANKS/VIRTUAL[/OPTION]", help="such as 10^6/2/2 (default: all)"
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="the time of the processor of rank 0, on a machine that others use"
+    )
     args = parser.parse_args()
     if min(args.rounds, args.updates, args.turns) < 1:
         parser.error("--rounds, --updates and --turns are at least 1")
@@ -224,11 +238,11 @@ def main() -> int:
     turns = f"{args.turns} turns of {args.updates} updates"
     print(f"median of {args.rounds} rounds of {turns}, batches of {BATCH} over all ranks\n")
     figures = f"{'ratio':>9} {'(least to most)':<20}{'budget':<18}bytes"
-    print(f"{'an update of':<20}{'ranks':>6}{'virtual':>9}{'plain, ms':>12}{figures}")
+    print(f"{'an update of':<26}{'ranks':>6}{'virtual':>9}{'plain, ms':>12}{figures}")
     results = []
     for row in args.rows:
-        name, size, count = row.split("/")
-        results.append(measured(name, int(size), int(count), args))
+        name, size, count, *option = row.split("/")
+        results.append(measured(name, int(size), int(count), args, *option))
         print(line_of(results[-1]), flush=True)
     return conclude(args, {"machine": facts, "rows": results}, failures(results, args.slack) if args.check else [])
 
