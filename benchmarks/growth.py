@@ -165,7 +165,7 @@ def rows_of_log(out: Path, args: argparse.Namespace) -> list[Result]:
 
 def ranks(out: Path, args: argparse.Namespace) -> list[Result]:
     """Return the part of an update of a perceptron of a million parameters in DDP; on one rank, of a plain update."""
-    settings = argparse.Namespace(rounds=args.rounds, turns=virtual_ranks.TURNS, updates=virtual_ranks.UPDATES)
+    settings = argparse.Namespace(rounds=args.rounds, turns=virtual_ranks.TURNS, updates=virtual_ranks.UPDATES, cpu=False)
     results = []
     for who, sizes in RANKS.items():
         for size, count in sizes:

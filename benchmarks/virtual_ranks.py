@@ -7,9 +7,9 @@ Run it on a machine that has nothing else to do::
 On several ranks, which are processes over gloo with a thread each, the plain update is that of a model in DDP; on one it is
 that of the updater without ``virtual_ranks``. Rows of 0 virtual ranks are of a model that the updater exchanges gradients
 of by itself. Rows of an option have the same update without it as the plain one: ``survive=True``, ``audit=1``,
-``balance="speed"`` on ranks that are equally fast. Both are made in the same processes and take turns, some updates each, and
-a ratio is the median of those of neighbouring turns. A figure is the median of the rounds, each in new processes. The bytes
-of an update are those of all ranks together, beside those of a ring all-reduce of the gradients.
+``balance="speed"`` on ranks that are equally fast. Both are made in the same processes and take turns, some updates each,
+and a ratio is the median of those of neighbouring turns. A figure is the median of the rounds, each in new processes. The
+bytes of an update are those of all ranks together, beside those of a ring all-reduce of the gradients.
 """
 
 from __future__ import annotations

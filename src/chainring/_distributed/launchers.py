@@ -318,7 +318,7 @@ def meet(info: RankInfo, timeout: timedelta, accelerator: str = "", about: str =
         missing = [str(rank) for rank in range(info.size) if not store.check([f"arrived/{rank}"])]
         raise RuntimeError(
             f"of {info.size} ranks these have not come within {timeout.total_seconds():g} s: {', '.join(missing)}; check "
-            "that they were started, and what they have printed"
+            "that they were started, and what they have printed; create_communicator(timeout=) says how long to wait"
         ) from error
     if store.check(["conflict"]):
         if store.add("told", 1) == info.size:
