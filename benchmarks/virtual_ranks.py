@@ -65,13 +65,13 @@ def perceptron(name: str) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def updater_of(name: str, comm: Any, count: int | None, **options: Any) -> StandardUpdater:
-    """Return an updater of a perceptron, whose model is in DDP where there are ranks and ``count`` is ``None``."""
+def updater_of(name: str, comm: Any, count: int, is_in_ddp: bool, **options: Any) -> StandardUpdater:
+    """Return an updater of a perceptron, whose model may be in DDP where there are ranks."""
     predictor = perceptron(name)
     draw = np.random.default_rng(0)
     data = draw.standard_normal((5000, 784), np.float32), draw.integers(0, 10, 5000)
     optimizer = torch.optim.SGD(predictor.parameters(), lr=0.01)
-    model = Classifier(DistributedDataParallel(predictor) if comm.size > 1 and count is None else predictor)
+    model = Classifier(DistributedDataParallel(predictor) if comm.size > 1 and is_in_ddp else predictor)
     iterator = SerialIterator(TupleDataset(*data), BATCH)
     options |= {"comm": comm if comm.size > 1 else None, "virtual_ranks": count or None}
     updater = StandardUpdater(iterator, optimizer, model, **options)
@@ -127,8 +127,9 @@ def live(
     torch.set_num_threads(1)
     survivor = create_communicator("cpu", survive=True) if option == "survive" else None
     comm = create_communicator("cpu")
-    plain = updater_of(name, comm, count if option else None)
-    virtual = updater_of(name, survivor or comm, count, **OPTIONS[option])
+    is_compared = bool(option)  # with the same update without it
+    plain = updater_of(name, comm, count if is_compared else 0, not is_compared)
+    virtual = updater_of(name, survivor or comm, count, not is_compared and count > 0, **OPTIONS[option])
     reporter = Reporter()
     for model in (plain.get_model("main"), virtual.get_model("main")):
         reporter.add_observer("main", model)
