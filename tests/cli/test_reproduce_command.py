@@ -390,6 +390,7 @@ def test_the_recorded_versions_are_installed_into_an_environment(place, monkeypa
     status, shown = reproduced(capsys, "result")
     assert status == (2 if is_yanked else 0), shown
     assert not is_yanked or "tinyscale==1.0" in shown
+    assert "installed into a new environment, which takes minutes; --here needs none" in shown
 
 
 @pytest.mark.parametrize("virtual", [False, True])

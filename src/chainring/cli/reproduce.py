@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chainring import _environment
-from chainring._messages import list_names, printable
+from chainring._messages import info, list_names, printable
 from chainring._runs.comparison import Comparison, compare_runs
 from chainring._runs.finished import FinishedRun, as_mapping, start_in_force
 from chainring.cli._common import add_command, ended_by_sigterm, new_directory, show
@@ -121,6 +121,7 @@ class _Attempt:
         if here:
             self._workspace.use_this_environment()
         else:
+            info("the recorded versions are installed into a new environment, which takes minutes; --here needs none")
             self._workspace.build_environment()
         self._notes += _differing(needed, here)
         if needed["ranks"] > 1:
