@@ -68,7 +68,7 @@ class Injected:
                 _committing.name = name
                 return super().draft(name)
 
-        importlib.import_module("chainring._places").Directory = Watched
+        importlib.import_module("chainring._places.base").Directory = Watched
         for name in OPERATIONS:
             setattr(os, name, self._watched(name, getattr(os, name)))
         if self.plan.answer:

@@ -243,7 +243,7 @@ class RankSum(BucketedSum):
 def fill(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers, and tensors of one element, as one vector on a device, without waiting for what it computes."""
     if device.type == "cpu":
-        return torch.tensor(list(map(float, numbers)), dtype=dtype)
+        return torch.tensor([n.item() if isinstance(n, Tensor) else n for n in numbers], dtype=dtype)
     pieces = []
     for number, equal in groupby(numbers, lambda n: None if isinstance(n, Tensor) and n.device == device else float(n)):
         if number is None:
