@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import queue
 import traceback
 
@@ -43,7 +44,7 @@ def in_environments(environments, function, *arguments, seconds=300, device="cpu
     try:
         while len(found) < size:
             rank, told = results.get(timeout=seconds)
-            found[rank] = told
+            found[rank] = pickle.loads(told)
     except queue.Empty:
         raise TimeoutError(f"of {size} ranks only these have answered, and with this: {found}") from None
     finally:
@@ -62,6 +63,6 @@ def _live(rank, variables, results, device, survive, function, arguments):
         found = function(comm, *arguments)
     except BaseException as error:
         found = "".join(traceback.format_exception(error if comm is None else comm.failed(error)))
-    results.put((rank, found))
+    results.put((rank, pickle.dumps(found)))  # tensors with their numbers: the memory of a rank that has ended is gone
     if comm is not None:
         comm.close()
