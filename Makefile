@@ -87,7 +87,8 @@ check: install  ## what CI runs besides the tests: style, types, packages, pages
 	$(MAKE) --jobs 3 --output-sync=target $(VENV)/.chainer $(VENV)/.libraries lint  # of which two download
 # The longest first, and what waits for ranks and services beside what computes.
 	$(MAKE) --jobs 3 --output-sync=target .long device .lost .ranks .faults libraries browser wheel
-	$(BIN)/python benchmarks/gate.py  # with nothing beside it
+	$(BIN)/python tests/distributed/run.py --only $(TIMED)  # with nothing beside them, as the next
+	$(BIN)/python benchmarks/gate.py
 
 .long: $(VENV)/.chainer
 	$(MIGRATION) --numprocesses 3 --no-loadscope-reorder $(LONG) tests/migration  # a third, since most of them wait
@@ -98,8 +99,11 @@ check: install  ## what CI runs besides the tests: style, types, packages, pages
 .lost: install  # forty tries, whose ranks wait for those that are lost
 	$(BIN)/python tests/distributed/run.py --only lost
 
+# What compares the speeds of ranks.
+TIMED := named unequal
+
 .ranks: install
-	$(BIN)/python tests/distributed/run.py --but lost
+	$(BIN)/python tests/distributed/run.py --but lost $(TIMED)
 
 faults: $(VENV)/.libraries  ## kills, signals, damage, random programs, lost ranks, in large numbers
 	$(VENV)/libraries/bin/python tests/faults/run.py --large

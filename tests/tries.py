@@ -48,8 +48,8 @@ def main(text, rows, make_bench):
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", action="store_true", help="the large numbers")
     names = [row.name for row in rows]
-    parser.add_argument("--only", metavar="ROW", choices=names, help="one row of the table")
-    parser.add_argument("--but", metavar="ROW", choices=names, help="every row of the table but this one")
+    parser.add_argument("--only", metavar="ROW", choices=names, nargs="+", help="these rows of the table")
+    parser.add_argument("--but", metavar="ROW", choices=names, nargs="+", default=(), help="every row but these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--try", type=int, dest="number", help="one try of the row")
     arguments = parser.parse_args()
@@ -59,7 +59,7 @@ def main(text, rows, make_bench):
     lines, failed = [], 0
     with make_bench() as bench:
         for row in rows:
-            if arguments.only not in (None, row.name) or row.name == arguments.but:
+            if (arguments.only and row.name not in arguments.only) or row.name in arguments.but:
                 continue
             began = time.monotonic()
             wanted = row.large if arguments.large else getattr(row, "small", 1)
