@@ -97,8 +97,8 @@ def closing_lines(trainer: Trainer, seconds: float, spent: Mapping[str, float], 
     """
     idle = [entry for entry in trainer.entries if isinstance(entry.trigger, IntervalTrigger) and entry.fires]
     logs = [entry for entry in idle if hasattr(entry.extension, "rows_from")]
-    idle = [entry for entry in idle if entry.name not in spent and (entry.observe is None or entry in logs)]
-    idle = [entry for entry in idle if entry not in _waiting(trainer)]  # of which the opening line tells
+    told = _waiting(trainer)  # by the opening line
+    idle = [e for e in idle if e.name not in spent and (e.observe is None or e in logs) and e not in told]
     if idle and trainer.updater.iteration and not trainer.is_resumed and not is_interrupted:
         names, iteration = list_names([entry.name for entry in idle], 4), trainer.updater.iteration
         yield (
