@@ -21,7 +21,7 @@ from chainring.serializers._loading import opened_state
 from chainring.serializers._store import CorruptError, SavedSnapshot
 from chainring.serializers._values import StoredTensor, read_stored
 from chainring.training._ledger import MARK, Ledger, loss_value
-from chainring.training._settings import Settings
+from chainring.training._run_directory import Settings
 from chainring.training._texts import as_tensor, bytes_of, checksum, describe, leaves
 
 Trace = Mapping[int, Mapping[str, Mapping[str, Any]]]

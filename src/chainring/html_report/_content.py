@@ -25,7 +25,7 @@ from chainring._version import __version__
 from chainring.html_report._log import MAX_POINTS, Column, Curves, curves_of, script_data
 from chainring.html_report._run import DAMAGED, Run, Series, shape_of
 from chainring.serializers._store import Place
-from chainring.training._settings import Settings
+from chainring.training._run_directory import Settings
 from chainring.training.triggers.best_value import mode_of_key
 from chainring.writers.base import COUNTERS
 

@@ -24,8 +24,7 @@ from chainring.serializers._models import hyperparameters
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import Stateful
 from chainring.training._entry import Entry
-from chainring.training._run_directory import as_json
-from chainring.training._settings import Settings
+from chainring.training._run_directory import Settings, as_json
 from chainring.training.triggers.base import Trigger, describe
 from chainring.training.updaters.callbacks import UpdateCallbacks
 

@@ -1,4 +1,4 @@
-"""The directory of a run: who writes there, what happens to the files of an earlier run, and its record ``run.json``."""
+"""The directory of a run: who writes there, what happens to files of an earlier run, its record ``run.json``, its settings."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ CONTROL = "control.jsonl"
 """The file of what `chainring.control` commands; the run only reads it."""
 _FORMAT = 1
 _TYPES = {"config": dict, "versions": dict, "files": list, "starts": list, "commands": list}
+_RECORDED = ("argv", "git_commit", "device", "threads", "ranks", "config", "versions", "seeds", "optimizers", "models")
 _ROWS = {"starts": {}, "commands": {"id": str, "iteration": int, "command": str}}
 _MAX_SHOWN = 6
 _ARCHIVES = ("previous", "abandoned")
@@ -447,3 +448,43 @@ def as_json(value: Any) -> Any:
     if hasattr(value, "__qualname__"):  # the text of a class or a function has its address, which is new each time
         return ".".join(filter(None, (value.__module__, value.__qualname__)))
     return json.loads(json.dumps(to_json(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))
+
+
+class Change(NamedTuple):
+    """A setting in which two runs, or two ranks, differ; ``None`` where one of them has none."""
+
+    path: str
+    value: Any
+    other: Any
+
+
+class Settings(dict[str, Any]):
+    """Settings by path, such as ``config.lr``."""
+
+    @classmethod
+    def recorded(cls, record: Mapping[str, Any]) -> Settings:
+        """Return those that the record of a run has, with those that a resume has changed."""
+        settings = cls(leaf for name in _RECORDED for leaf in leaves(name, record.get(name)))
+        plan, needed = record.get("plan"), record.get("reproduction")
+        if isinstance(needed, dict):
+            settings |= [leaf for name in ("distributions", "environment") for leaf in leaves(name, needed.get(name))]
+        if isinstance(plan, dict):
+            settings["plan.stop_trigger"] = plan.get("stop_trigger")
+            entries = plan.get("extensions")
+            for entry in entries if isinstance(entries, list) else ():
+                if isinstance(entry, dict):
+                    text = f"{entry.get('class')} with {entry.get('trigger')}, priority {entry.get('priority')}"
+                    settings[f"plan.{entry.get('name')}"] = text
+        for command in record.get("commands", ()):
+            if "refused" not in command:
+                settings.setdefault(f"commanded after iteration {command['iteration']}", []).append(command["command"])
+        for start in record.get("starts", ()):
+            changed = start.get("changed")
+            for name, values in changed.items() if isinstance(changed, dict) else ():
+                settings[f"{name}, changed at iteration {start.get('iteration')}"] = values
+        return settings
+
+    def differences(self, other: Mapping[str, Any]) -> list[Change]:
+        """Return the settings in which another run differs."""
+        pairs = (Change(path, self.get(path), other.get(path)) for path in dict.fromkeys([*self, *other]))
+        return [pair for pair in pairs if pair.value != pair.other]
