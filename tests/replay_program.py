@@ -20,8 +20,8 @@ import chainring
 from chainring import iterators, training
 from chainring.datasets import DatasetMixin
 from chainring.training import extensions, triggers
+from chainring.training._digests import describe_leaves
 from chainring.training._entry import Observer
-from chainring.training._texts import describe_leaves
 
 EXAMPLES, BATCH, ITERATIONS, POISON = 37, 4, 60, 13  # of the examples one is not a number
 

@@ -20,8 +20,8 @@ from chainring.serializers._store import CorruptError, Thinned, format_manifest,
 from chainring.serializers._values import is_same_value
 from chainring.testing import ReplayDiffers, replay
 from chainring.training import extensions, triggers
+from chainring.training._digests import leaves
 from chainring.training._entry import Observer
-from chainring.training._texts import leaves
 
 LENGTH, LR = 24, 0.005
 GOES = [3, 4, 7, 8, 9, 11, 13, 14, 16, 17, 19, 21, 22, 23]  # with --every "5 iteration"

@@ -20,9 +20,9 @@ from chainring._runs.finished import FinishedRun, as_mapping, start_in_force
 from chainring.serializers._loading import opened_state
 from chainring.serializers._store import CorruptError, SavedSnapshot
 from chainring.serializers._values import StoredTensor, read_stored
+from chainring.training._digests import as_tensor, bytes_of, checksum, describe, leaves
 from chainring.training._ledger import MARK, Ledger, loss_value
 from chainring.training._run_directory import Settings
-from chainring.training._texts import as_tensor, bytes_of, checksum, describe, leaves
 
 Trace = Mapping[int, Mapping[str, Mapping[str, Any]]]
 """By iteration, and by the kind of thing, such as ``"loss"``, each value, or its digest, by its key or path."""

@@ -18,7 +18,7 @@ from chainring._places.base import MANIFEST
 from chainring._runs.comparison import Difference, Trace, describe_difference, differences
 from chainring.serializers._loading import read_state
 from chainring.testing._verified_run import Task
-from chainring.training._texts import leaves
+from chainring.training._digests import leaves
 from chainring.training._unsaved import changed, may_be_cache, remedy, unsaved, unseen
 
 _TIME = "elapsed_time"

@@ -24,8 +24,8 @@ from chainring import _random, serializers
 from chainring._runs.finished import SPEEDS
 from chainring.testing._live_traces import fingerprint
 from chainring.testing._processes import MARK, ProcessTask, call_make_trainer, run_script
+from chainring.training._digests import checksum, describe_leaves
 from chainring.training._entry import Entry, Observer
-from chainring.training._texts import checksum, describe_leaves
 from chainring.training._unsaved import Attributes, attributes_of
 from chainring.training.extensions import Evaluator, LogReport
 from chainring.training.trainer import Trainer

@@ -17,7 +17,7 @@ from chainring._distributed.virtual_ranks import Deal
 from chainring.serializers._loading import load
 from chainring.serializers._saving import save
 from chainring.testing.checks import require, require_epochs, require_equal, require_no_error
-from chainring.training._texts import checksum, describe_leaves
+from chainring.training._digests import checksum, describe_leaves
 
 _COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
 

@@ -17,8 +17,8 @@ from chainring.serializers._saving import save
 from chainring.serializers.protocol import DictionarySerializer, visit_if_stateful
 from chainring.testing._live_traces import fingerprint
 from chainring.testing.fakes import FakeUpdater, ManualClock, Values
+from chainring.training._digests import describe_leaves
 from chainring.training._entry import Entry, Observer
-from chainring.training._texts import describe_leaves
 from chainring.training.extension import make_extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_stop_trigger, get_trigger

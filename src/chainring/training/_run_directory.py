@@ -1,4 +1,4 @@
-"""The directory of a run: who writes there, what happens to files of an earlier run, its record ``run.json``, its settings."""
+"""The directory of a run: who writes there, what happens to earlier files, its record ``run.json`` and the settings in it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from chainring._naming import name_cleaner
 from chainring._progress import Trainer
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import announce_change
+from chainring.training._digests import checksum
 from chainring.training._ledger import MAGIC, Ledger, cut_back
-from chainring.training._texts import checksum
 from chainring.training.triggers.base import describe
 
 RECORD = "run.json"

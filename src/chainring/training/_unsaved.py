@@ -37,7 +37,7 @@ from chainring._progress import Trainer
 from chainring._random import generator_state, is_generator
 from chainring.iterators._order import generators_of, members_of
 from chainring.iterators._states import state_methods
-from chainring.training._texts import checksum, describe
+from chainring.training._digests import checksum, describe
 
 Attributes = dict[str, str]
 """By path, such as ``updater.model:main.encoder.counter``, the text of what is there."""
