@@ -23,8 +23,7 @@ from chainring.cli._common import add_command, ended_by_sigterm, new_directory, 
 from chainring.cli.diff import facts_of, lines_of
 from chainring.cli.replay import add_run
 from chainring.testing._processes import failure_of, run
-from chainring.testing._reproduced_run import Reproduction
-from chainring.testing._workspace import Workspace, ranks_to_start
+from chainring.testing._workspace import Reproduction, Workspace, ranks_to_start
 from chainring.testing.replay import NoReplay
 from chainring.training._provenance import distributions, provenance
 

@@ -1,4 +1,7 @@
-"""The code of a recorded run, checked out into a directory of its own, and the environment in which it runs there."""
+"""The code of a recorded run, checked out into a directory of its own, the environment there, and the run made again in it.
+
+``python -m chainring.testing._workspace TASK SCRIPT`` makes a run again, or one rank of it: the whole of it, in another ``out``.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -16,11 +21,13 @@ from urllib.parse import unquote, urlsplit
 import torch
 
 from chainring._messages import list_names
-from chainring.testing._processes import Start, command_starter, moved_argument
-from chainring.testing.replay import NoReplay
+from chainring.testing._processes import ProcessTask, Start, command_starter, moved_argument, run_script
+from chainring.testing.replay import NoReplay, ends_by_the_clock, recorded_threads
+from chainring.training._entry import Observer
 from chainring.training._provenance import LEFT_OUT, UNUSED, VARIABLES
+from chainring.training.trainer import Trainer
 
-_MODULE = "chainring.testing._reproduced_run"
+_MODULE = "chainring.testing._workspace"
 _OF_GIT = ("git", "-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
 _WHEELS = "https://download.pytorch.org/whl/"  # by the local version of PyTorch, such as cpu or cu128
 _NOT_INSTALLED = ("pip", "uv")  # of an environment, which has its own
@@ -311,3 +318,58 @@ def _find_python(wanted: str) -> str:
     if (found := shutil.which(f"python{minor}")) is None:
         raise NoReplay(f"the run had Python {wanted}, and python{minor} is not here; uv, if it is installed, fetches it")
     return found
+
+
+@dataclass(frozen=True)
+class Reproduction(ProcessTask):
+    """One start of the script that is made again, up to the iteration with which the run ended or was started again."""
+
+    until: int
+    threads: int | None = None  # of torch
+    arguments: list[str] = field(default_factory=list, kw_only=True)  # of the script, some of which torchrun would take
+    commands: list[Any] = field(default_factory=list, kw_only=True)  # that the run has carried out
+
+
+class _End(Observer):
+    """Ends a run after an iteration as a signal would, with a snapshot; nothing is sent to services meanwhile."""
+
+    is_replay = True
+
+    def __init__(self, until: int, commands: list[Any]) -> None:
+        self._until, self.commands = until, commands
+
+    def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
+        would_end = ends()
+        if trainer.updater.iteration < self._until:
+            return would_end and not ends_by_the_clock(trainer)
+        if not would_end and not trainer.interruption.is_shared:
+            signal.raise_signal(signal.SIGTERM)
+            ends()  # which answers the signal
+        return True
+
+
+def main() -> None:
+    """Run the script of the command line up to the end of its trainer's run."""
+    task = Reproduction(**json.loads(sys.argv[1]))
+    sys.argv += task.arguments
+
+    def run(trainer: Trainer, run_trainer: Callable[[Trainer], None]) -> None:
+        trainer.out = task.out
+        if not trainer.is_resumed:  # what a replay leaves out
+            found = [entry.optional("newest")(trainer) for entry in trainer.entries if entry.optional("autoload")]
+            if newest := max(filter(None, found), key=lambda state: state[0], default=None):
+                newest[1]()
+        trainer.watch(_End(task.until, task.commands))
+        try:
+            run_trainer(trainer)
+        except SystemExit:
+            if trainer.updater.iteration < task.until:
+                raise
+        task.path("done").touch()
+
+    with recorded_threads(task.threads):
+        run_script(task, run, "replay")
+
+
+if __name__ == "__main__":
+    main()
