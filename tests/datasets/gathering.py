@@ -3,7 +3,7 @@
 import torch
 
 from chainring.converters import concat_examples
-from chainring.datasets._columns import make_gather
+from chainring.datasets.base import make_gather
 from chainring.iterators import Batch
 
 

@@ -7,7 +7,7 @@ from gathering import assert_gathers_alike
 
 from chainring.converters import concat_examples
 from chainring.datasets import ConcatenatedDataset, DictDataset, SubDataset, TupleDataset
-from chainring.datasets._columns import make_gather
+from chainring.datasets.base import make_gather
 from chainring.iterators import SerialIterator
 
 INDICES = np.array([4, 0, 2, 2, 1, 3])

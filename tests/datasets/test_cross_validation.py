@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from chainring.datasets import get_cross_validation_datasets, get_cross_validation_datasets_random
-from chainring.datasets._columns import make_gather
+from chainring.datasets.base import make_gather
 
 
 def contents(splits):

@@ -7,7 +7,7 @@ from gathering import assert_gathers_alike
 
 from chainring.converters import concat_examples
 from chainring.datasets import DictDataset
-from chainring.datasets._columns import make_gather
+from chainring.datasets.base import make_gather
 from chainring.iterators import SerialIterator
 
 

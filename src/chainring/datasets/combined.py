@@ -12,8 +12,18 @@ from numpy.typing import NDArray
 
 from chainring._checks import is_integer, plain
 from chainring._random import Indices, epoch_order, stable_hash
-from chainring.datasets._columns import Gather, is_array, make_gather, make_joint_gather, make_tuple_gather
-from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, size_of
+from chainring.datasets.base import (
+    Dataset,
+    DatasetMixin,
+    Gather,
+    indexes_like,
+    is_array,
+    make_gather,
+    make_joint_gather,
+    make_tuple_gather,
+    require_datasets,
+    size_of,
+)
 
 
 class TupleDataset(DatasetMixin):

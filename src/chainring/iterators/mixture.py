@@ -17,8 +17,7 @@ import torch
 
 from chainring._random import Indices, preserve_host_rng, stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
-from chainring.datasets._columns import JointGather, make_joint_gather
-from chainring.datasets.base import Dataset, require_datasets
+from chainring.datasets.base import Dataset, JointGather, make_joint_gather, require_datasets
 from chainring.datasets.combined import arrays_of
 from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import counters_of, not_the_end

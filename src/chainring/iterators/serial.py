@@ -25,8 +25,7 @@ from chainring._random import (
     stable_hash,
 )
 from chainring.datasets._batches import COLUMNS, Batch
-from chainring.datasets._columns import make_gather
-from chainring.datasets.base import Dataset, by_position, size_of
+from chainring.datasets.base import Dataset, by_position, make_gather, size_of
 from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import Iterator, counters_of, not_the_end
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting

@@ -1,4 +1,4 @@
-"""The directory of a run: who writes there, what happens to earlier files, the record ``run.json`` and the settings in it."""
+"""The directory of a run: who writes there, what happens to files that are there, its record ``run.json`` and its settings."""
 
 from __future__ import annotations
 
