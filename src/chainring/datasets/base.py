@@ -1,4 +1,4 @@
-"""What a dataset is: examples by index, and where it holds whole arrays, columns from which those of a batch are gathered."""
+"""What a dataset is: examples by index, and where it holds whole arrays, columns of which a batch takes rows."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ from chainring._random import (
 )
 from chainring.datasets._batches import COLUMNS, Batch, Layout, make_batch
 from chainring.iterators import _order
-from chainring.iterators._order import is_defined_in
-from chainring.iterators._states import at_start, counts_elsewhere, split_start, state_methods
+from chainring.iterators._order import at_start, counts_elsewhere, is_defined_in, split_start, state_methods
 from chainring.iterators._workers import END_SIGNALS, exit_with_parent
 from chainring.iterators.base import not_the_end
 from chainring.serializers._values import copy_value, is_same_value

@@ -1,6 +1,6 @@
 """The code of a recorded run, checked out into a directory of its own, the environment there, and the run made again in it.
 
-``python -m chainring.testing._workspace TASK SCRIPT`` runs a script so, or one rank of it: the whole of it, in another ``out``.
+``python -m chainring.testing._workspace TASK SCRIPT`` makes all of a run again, or one rank of it, in another ``out``.
 """
 
 from __future__ import annotations

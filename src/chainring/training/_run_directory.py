@@ -1,4 +1,4 @@
-"""The directory of a run: who writes there, what happens to files that are there, its record ``run.json`` and its settings."""
+"""The directory of a run: who writes there, what happens to earlier files, its record ``run.json`` and its settings."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ from chainring._callables import defined_by, is_taken_apart, origin_of_module, r
 from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring._random import generator_state, is_generator
-from chainring.iterators._order import generators_of, members_of
-from chainring.iterators._states import state_methods
+from chainring.iterators._order import generators_of, members_of, state_methods
 from chainring.training._digests import checksum, describe
 
 Attributes = dict[str, str]
