@@ -1,8 +1,7 @@
 """The extensions: evaluation, snapshots, logs, learning rates and everything else that happens between updates."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from chainring.training.extensions.defaults import defaults
 from chainring.training.extensions.evaluator import Evaluator, predict
 from chainring.training.extensions.exponential_moving_average import ExponentialMovingAverage
 from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
@@ -24,7 +23,7 @@ from chainring.training.extensions.shifts import (
     StepShift,
     WarmupShift,
 )
-from chainring.training.extensions.snapshot import snapshot, snapshot_object
+from chainring.training.extensions.snapshot import Snapshot, snapshot, snapshot_object
 from chainring.training.extensions.values import (
     BestValue,
     MaxValue,
@@ -35,6 +34,7 @@ from chainring.training.extensions.values import (
     observe_lr,
     observe_value,
 )
+from chainring.training.triggers import TriggerLike
 
 __all__ = [
     "BestValue",
@@ -76,6 +76,27 @@ __all__ = [
     "snapshot",
     "snapshot_object",
 ]
+
+
+def defaults(*extensions: Any, trigger: TriggerLike = (1, "epoch")) -> list[Any]:
+    """Return the extensions that most scripts register, after those that are given.
+
+    They are a log of all values that are reported, its rows as a table, a bar of progress, and the newest two snapshots,
+    from which the same command continues a run that was stopped.
+
+    Example::
+
+        evaluator = extensions.Evaluator(test_iter, model)
+        trainer = training.Trainer(updater, (20, "epoch"), extensions=extensions.defaults(evaluator))
+
+    Args:
+        extensions: others, which come first and have triggers of their own.
+        trigger: when a row is logged and a snapshot is taken; on a stream, which has no epochs, a number of iterations.
+    """
+    snapshots = Snapshot(autoload=True, n_retains=2)
+    snapshots.trigger = trigger
+    return [*extensions, LogReport(trigger=trigger), PrintReport(), ProgressBar(), snapshots]
+
 
 if not TYPE_CHECKING:
 
