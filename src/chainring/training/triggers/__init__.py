@@ -7,12 +7,13 @@ from chainring.training.triggers.base import (
     ReachedTrigger,
     TimeTrigger,
     Trigger,
+    all_of,
+    any_of,
     get_stop_trigger,
     get_trigger,
 )
 from chainring.training.triggers.base import TriggerLike as TriggerLike
 from chainring.training.triggers.best_value import BestValueTrigger, EarlyStoppingTrigger, MaxValueTrigger, MinValueTrigger
-from chainring.training.triggers.combined import all_of, any_of
 
 __all__ = [
     "BestValueTrigger",
