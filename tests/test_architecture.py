@@ -25,7 +25,7 @@ ROWS = [
     "training.updaters training.triggers parallel nn writers",
     "reporting iterators",
     "serializers",
-    "_distributed datasets _environment",
+    "_distributed datasets",
     "_places",
     "_files",
     "_random _naming _messages _progress _version _checks _hints _callables converters",

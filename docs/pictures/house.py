@@ -28,7 +28,6 @@ ROWS = {  # what a row is for, and of each room what is in it, in the order of t
     "building blocks": {
         "_distributed": "ranks",
         "datasets": "examples",
-        "_environment": "",
     },
     "places": {"_places": "directories and object stores"},
     "files": {"_files": "written at once, or only ever longer"},

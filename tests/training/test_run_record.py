@@ -20,7 +20,7 @@ from counting import CountingUpdater, DataUpdater
 from toys import updater_of
 
 import chainring
-from chainring import _environment, serializers, training
+from chainring import _version, serializers, training
 from chainring.training import extensions
 from chainring.training._provenance import provenance
 from chainring.training._run_directory import NamePattern
@@ -121,7 +121,7 @@ def test_the_record_says_with_what_the_run_was_made(tmp_path, monkeypatch):
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-    assert found["device"] == _environment.device_name()
+    assert found["device"] == _version.device_name()
     assert (found["threads"], found["ranks"]) == (1, 1)
     assert found["seeds"]["torch"] == 0
 

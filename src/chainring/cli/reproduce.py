@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chainring import _environment
+from chainring import _version
 from chainring._messages import info, list_names, printable
 from chainring._runs.comparison import Comparison, compare_runs
 from chainring._runs.finished import FinishedRun, as_mapping, start_in_force
@@ -204,12 +204,12 @@ def _segments(recorded: FinishedRun) -> tuple[list[Segment], int, str, list[str]
 
 def _differing(needed: Mapping[str, Any], here: bool) -> Iterator[str]:
     """Yield what is not as it was, in words."""
-    now = {"instructions": provenance()["instructions"], "device": _environment.device_name()}
+    now = {"instructions": provenance()["instructions"], "device": _version.device_name()}
     was = {name: str(needed.get(name)) for name in now}
     if was["device"] == "cpu":  # chosen, where there may be an accelerator
         now["device"] = "cpu"
     if here:
-        now |= {"python": _environment.versions()["python"], **distributions()}
+        now |= {"python": _version.versions()["python"], **distributions()}
         was |= {"python": str(needed.get("python")), **needed["distributions"]}
     changed = [f"{name} {was[name]} -> {now.get(name, 'absent')}" for name in sorted(was) if was[name] != now.get(name)]
     if changed:

@@ -23,9 +23,9 @@ from torch import Tensor
 from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import assign_writers, is_sharded
-from chainring._environment import versions
 from chainring._files import Sink, SizedSink, atomic_write, below_home, is_url
 from chainring._naming import name_cleaner, unwrap
+from chainring._version import versions
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._store import STATE, Place, SavedSnapshot, Snapshots, WriteFile, Written, open_store, split
 from chainring.serializers._values import TENSORS, find_aliases

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as _Replicated
 from torch.nn.parameter import is_lazy
 
-from chainring import _environment, _random
+from chainring import _random, _version
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import describe_fsdp, is_sharded
 from chainring._naming import name_cleaner, parameter_names, unwrap
@@ -92,7 +92,7 @@ def _shared_settings(trainer: Trainer) -> dict[str, dict[str, str]]:
     models, optimizers = updater.get_all_models(), updater.get_all_optimizers()
     names, cleaners = parameter_names(models), {name: name_cleaner(model) for name, model in models.items()}
     settings: dict[str, Mapping[str, Any]] = {
-        "the version of": _environment.versions(),
+        "the version of": _version.versions(),
         "the process's": {f"torch.{path}": _read_setting(path) for path in _TORCH_SETTINGS},
         "the communicator's": {"size": trainer.comm.size, "timeout": getattr(trainer.comm.world, "timeout", None)},
         "the updater's": _updater_settings(updater),

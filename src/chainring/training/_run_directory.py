@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from chainring import _environment, _random
+from chainring import _random, _version
 from chainring._files import (
     DirectoryLock,
     below_home,
@@ -412,7 +412,7 @@ def _settings_of(trainer: Trainer) -> dict[str, Any]:
         for entry in sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # in the order in which they run
     ]
     machine = {
-        "device": _environment.device_name(device if isinstance(device, torch.device) else None),
+        "device": _version.device_name(device if isinstance(device, torch.device) else None),
         "threads": torch.get_num_threads(),
         "ranks": trainer.comm.world.size,
     }
@@ -421,7 +421,7 @@ def _settings_of(trainer: Trainer) -> dict[str, Any]:
         **({"mixtures": mixtures} if mixtures else {}),
         **withhold(json.dumps({"config": as_json(trainer.config), "argv": sys.argv})),
         "git_commit": code["source"]["commit"],
-        "versions": _environment.versions(),
+        "versions": _version.versions(),
         **machine,
         "seeds": as_json({"torch": torch.initial_seed(), "iterators": seeds}),
         "optimizers": as_json(getattr(updater, "constructed", {})),
@@ -429,7 +429,7 @@ def _settings_of(trainer: Trainer) -> dict[str, Any]:
         "plan": {"stop_trigger": describe(trainer.stop_trigger), "extensions": extensions},
         "reproduction": {
             **code,
-            "python": _environment.versions()["python"],
+            "python": _version.versions()["python"],
             **machine,
             "virtual_ranks": as_json(getattr(updater, "virtual_ranks", None)),
             "run": next(_runs),
