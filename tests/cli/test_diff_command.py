@@ -14,8 +14,7 @@ import torch
 import planted
 import replay_program
 from chainring import iterators
-from chainring._runs.conditions import collect
-from chainring._runs.finished import FinishedRun
+from chainring._runs.finished import FinishedRun, collect
 from chainring.cli import main
 from chainring.training import extensions
 

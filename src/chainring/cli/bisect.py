@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from chainring._messages import list_names, printable
-from chainring._runs.conditions import Condition, Evidence, collect
+from chainring._runs.finished import Condition, Evidence, collect
 from chainring.cli._common import add_command, show
 from chainring.cli.replay import RecordedRun, add_run, add_script, batch_lines, describe_replay, indices_of, iteration_number
 from chainring.testing.replay import NoReplay

@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from chainring import serializers
 from chainring._files import from_json, to_json
-from chainring._runs.conditions import Condition
-from chainring._runs.finished import FinishedRun
+from chainring._runs.finished import Condition, FinishedRun
 from chainring.reporting.summary import is_scalar
 from chainring.testing._live_traces import Capture
 from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter

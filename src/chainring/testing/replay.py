@@ -34,8 +34,7 @@ from chainring._messages import info, warn
 from chainring._naming import parameter_names
 from chainring._random import preserve_rng, put_generators, take_generators
 from chainring._runs.comparison import differing_digests, digests_of, first_recorded_difference
-from chainring._runs.conditions import Condition
-from chainring._runs.finished import FinishedRun, saved_trainers
+from chainring._runs.finished import Condition, FinishedRun, saved_trainers
 from chainring.datasets._batches import count_examples, take_examples
 from chainring.iterators.base import find_main_iterator
 from chainring.iterators.loader import LoaderIterator
