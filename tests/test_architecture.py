@@ -28,7 +28,7 @@ ROWS = [
     "_distributed datasets",
     "_places",
     "_files",
-    "_random _naming _messages _progress _version _checks _hints _callables converters",
+    "_random _messages _progress _version _checks _hints _callables converters",
 ]
 LONGEST_FUNCTION = 60
 

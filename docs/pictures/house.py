@@ -31,9 +31,7 @@ ROWS = {  # what a row is for, and of each room what is in it, in the order of t
     },
     "places": {"_places": "directories and object stores"},
     "files": {"_files": "written at once, or only ever longer"},
-    "foundations": dict.fromkeys(
-        ["_random", "_naming", "_messages", "_progress", "_checks", "_hints", "_callables", "converters"], ""
-    ),
+    "foundations": dict.fromkeys(["_random", "_messages", "_progress", "_checks", "_hints", "_callables", "converters"], ""),
 }
 LEFT, WIDTH, HEIGHT, GAP, STEP = 170, 670, 58, 12, 72
 GRAY = "#57606a"

@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import is_sharded
 from chainring._messages import Text
-from chainring._naming import name_cleaner, unwrap
 from chainring._random import preserve_rng
 from chainring.converters import concat_examples, device_scope, to_device
 from chainring.reporting.reporter import Reporter, current
+from chainring.serializers.protocol import name_cleaner, unwrap
 
 _MOST_SHAPES = 3
 _WIDEST_SHAPE = 60  # characters

@@ -13,9 +13,8 @@ from chainring.iterators import SerialIterator
 from chainring.parallel import create_communicator
 from chainring.serializers._loading import read_state
 from chainring.serializers._safetensors import read
-from chainring.serializers._saving import Checkpoint
+from chainring.serializers._saving import Checkpoint, capture
 from chainring.serializers._store import open_store
-from chainring.serializers.protocol import capture
 from chainring.training import StandardUpdater, Trainer, extensions
 from rank_pair import on_ranks
 

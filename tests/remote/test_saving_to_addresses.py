@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 import report_runs
 from chainring import iterators, serializers, training
 from chainring._distributed.communicator import Communicator
-from chainring.serializers._saving import Checkpoint
+from chainring.serializers._saving import Checkpoint, capture
 from chainring.serializers._store import open_store
-from chainring.serializers.protocol import capture
 from rank_pair import on_two_ranks
 
 

@@ -27,11 +27,10 @@ from chainring._distributed.communicator import Communicator, RankFailed, as_com
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of, shard_like
 from chainring._files import below_home, is_url
 from chainring._messages import info, warn
-from chainring._naming import name_cleaner, unwrap
 from chainring._places.base import MANIFEST, StoredFile
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._models import buffer_layouts, restore_layouts
-from chainring.serializers._saving import process_rank
+from chainring.serializers._saving import BY_RANK, process_rank
 from chainring.serializers._store import (
     STATE,
     CorruptError,
@@ -46,15 +45,15 @@ from chainring.serializers._store import (
 )
 from chainring.serializers._values import StoredTensor, read_stored
 from chainring.serializers.protocol import (
-    BY_RANK,
     DictionaryDeserializer,
     announce_change,
-    choose_rank,
     is_module,
     load_entries,
+    name_cleaner,
     own_states,
     serialize_method,
     state_entries,
+    unwrap,
 )
 
 if TYPE_CHECKING:
@@ -228,6 +227,20 @@ def load_snapshot(
         saved.directory = None if is_module(obj) else source.folder_beside(stored.manifest)
         saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
         saved.visit("", unwrap(obj))
+
+
+def choose_rank(state: dict[str, Any], comm: Communicator) -> list[str]:
+    """Put what this rank has saved in place of that of rank 0; return the paths that stay, as there were other ranks."""
+    size = state[f"{BY_RANK}size"]
+    saved = {key: value for key, value in state.items() if key.startswith(BY_RANK)}
+    pairs = [(key, *key.removeprefix(BY_RANK).partition("/")[::2]) for key in saved]
+    if size != comm.size:
+        return sorted({path for _, _, path in pairs if path})
+    # All ranks read all of it, because they have to read alike.
+    read = read_stored(saved | {path: state[path] for _, _, path in pairs if path in state})
+    state |= {path: read[path] for _, _, path in pairs if path in state}
+    state |= {path: read[key] for key, rank, path in pairs if rank == str(comm.rank)}
+    return []
 
 
 def model_prefix(state: Mapping[str, Any], source: object) -> str:

@@ -19,9 +19,17 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from chainring._distributed.sharding import is_sharded, shard_like
-from chainring._naming import name_cleaner, parameter_names, submodules
 from chainring.serializers._values import is_same_value
-from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_like, visit_optional
+from chainring.serializers.protocol import (
+    AbstractSerializer,
+    Serializer,
+    announce_change,
+    name_cleaner,
+    parameter_names,
+    submodules,
+    visit_like,
+    visit_optional,
+)
 
 Layouts = dict[str, Any]
 """By the path of a buffer its dtype and shape, or ``None``."""

@@ -1,4 +1,4 @@
-"""`save`, the checkpoints of snapshots, and the copies of state that a thread writes while the training goes on."""
+"""`save`, what is collected for a checkpoint, and the copies of state that a thread writes while the training goes on."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import assign_writers, is_sharded
 from chainring._files import Sink, SizedSink, atomic_write, below_home, is_url
-from chainring._naming import name_cleaner, unwrap
 from chainring._version import versions
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._store import STATE, Place, SavedSnapshot, Snapshots, WriteFile, Written, open_store, split
-from chainring.serializers._values import TENSORS, find_aliases
+from chainring.serializers._values import TENSORS, copy_value, digest_value, find_aliases, move
 from chainring.serializers.protocol import (
-    StateCollector,
-    capture,
+    ENTRIES,
+    DictionarySerializer,
     entry_names,
     is_module,
+    name_cleaner,
     own_states,
     state_entries,
+    unwrap,
 )
 
 if TYPE_CHECKING:
@@ -43,8 +44,64 @@ if TYPE_CHECKING:
 
 _PART = 8 << 20  # bytes that are copied at once
 _CONTAINERS = (dict, list, tuple, OrderedDict)
+BY_RANK = "by_rank/"
+"""Begins the paths of what differs by rank, followed by the rank and the path: at this alone lies that of rank 0."""
 K = TypeVar("K")
 T = TypeVar("T")
+
+
+class StateCollector(DictionarySerializer):
+    """Saves into ``target`` without copying, for state that is written or copied before the training continues."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__()
+        self._given = self.target
+        self.directory = directory
+        self.referred: list[Path] = []  # the files to which the state refers
+
+    def refer(self, path: Path) -> None:
+        self.referred.append(path)
+
+    def gather_own(self) -> None:
+        """Add what classes of the script have saved otherwise on the other ranks than on rank 0, below `BY_RANK`."""
+        own = {
+            path: value
+            for path, value in self.target.items()
+            if may_differ_by_rank(self._owners[path][0]) and not (hasattr(value, "detach") and is_sharded(value))
+        }
+        digests = self.comm.gather_object({path: digest_value(path, value) for path, value in own.items()})
+        differing = [{path for path in digest if digest[path] != digests[0].get(path)} for digest in digests]
+        if not any(differing):
+            return
+        mine = {path: copy_value(own[path]) for path in sorted(differing[self.comm.rank])}
+        self.target[f"{BY_RANK}size"] = self.comm.size
+        for rank, values in enumerate(self.comm.gather_object(move(mine, torch.device("cpu")))):
+            self.target |= {f"{BY_RANK}{rank}/{path}": value for path, value in values.items()}
+
+    def own_paths(self) -> list[str]:
+        """Return the paths of what modules have saved beside their parameters and buffers."""
+        below = tuple(self._called)
+        return [path for path, (_, part) in self._owners.items() if part != ENTRIES and path.startswith(below)]
+
+
+def may_differ_by_rank(owner: Any) -> bool:
+    """Return whether each rank may have other state in an object: the library's own state is the same, or gathered."""
+    from chainring._callables import defined_by  # which few programs need
+
+    return defined_by(type(owner)) != "library" or hasattr(owner, "may_differ_by_rank")
+
+
+def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
+    """Return the state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
+
+    All ranks call it together; the result of rank 0 is complete, except for sharded tensors, of which each has its shard.
+    """
+    serializer = StateCollector(directory)
+    serializer.comm = serializer.comm if comm is None else comm
+    serializer.visit("", unwrap(obj))
+    if serializer.comm.size > 1:
+        serializer.gather_own()
+    return serializer
 
 
 class StagingBuffers:

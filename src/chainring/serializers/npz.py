@@ -29,9 +29,8 @@ from torch import Tensor
 
 from chainring._files import atomic_write, below_home, parse_strict
 from chainring._messages import list_names
-from chainring._naming import unwrap
 from chainring.serializers._values import Array, as_array, decode_arrays, encode, find_dtypes, require_dtype
-from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, is_module, state_entries
+from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, is_module, state_entries, unwrap
 
 _JSON = "chainring.json"
 _VERSION = 1

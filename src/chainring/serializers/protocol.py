@@ -1,4 +1,4 @@
-"""Serializers: an object declares its changing state once for both directions, in ``serialize(serializer)``."""
+"""Serializers: an object declares its changing state once for both directions; by which paths modules lie in it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import is_sharded, shard_like
+from chainring._distributed.sharding import shard_like
 from chainring._messages import info
-from chainring._naming import name_cleaner, submodules, unwrap
 from chainring.serializers._values import (
     SCALARS,
     StoredTensor,
     copy_value,
-    digest_value,
     fill,
     is_same_tensor,
     is_same_value,
@@ -36,10 +33,11 @@ from chainring.serializers._values import (
 
 _Owner = tuple[Any, str]
 """An object that is visited, and what of it: ``serialize``, ``state_dict``, or its entries as a module."""
-_ENTRIES = "parameters and buffers"
+ENTRIES = "parameters and buffers"
 _MISSING = object()
-BY_RANK = "by_rank/"
-"""Begins the paths of what differs by rank, followed by the rank and the path: at this alone lies that of rank 0."""
+_STATELESS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+"""Wrapper classes that have no state of their own, and the attribute that holds the model."""
+_WRAPPERS = {**_STATELESS, "AveragedModel": "module", "ActivationWrapper": "_checkpoint_wrapped_module"}
 
 
 class AbstractSerializer:
@@ -105,7 +103,7 @@ class AbstractSerializer:
             ValueError: while saving, a key is saved twice.
         """
         if is_module(obj):
-            self._enter(key, obj, _ENTRIES)._visit_module(obj)
+            self._enter(key, obj, ENTRIES)._visit_module(obj)
         elif (method := serialize_method(obj)) is not None:
             method(self._enter(key, obj, "serialize"))
         elif has_state(obj):
@@ -123,7 +121,7 @@ class AbstractSerializer:
     def _enter(self, key: str, obj: Any, part: str) -> Self:
         below = self[key]
         below._owner = obj, part
-        if part != _ENTRIES and isinstance(obj, nn.Module):
+        if part != ENTRIES and isinstance(obj, nn.Module):
             below._module = obj
         return below
 
@@ -234,7 +232,7 @@ class DictionarySerializer(Serializer):
     def _check_repeated(self, path: str, value: Any) -> None:
         """Refuse a second value under a path, unless a module saves its own parameter, or calls a submodule itself."""
         (first, first_part), (second, second_part) = owners = self._owners[path], self._owner
-        given, has_entries = self._given[path], _ENTRIES in (first_part, second_part)
+        given, has_entries = self._given[path], ENTRIES in (first_part, second_part)
         if has_entries:
             if is_same_tensor(given, value):
                 return
@@ -246,53 +244,6 @@ class DictionarySerializer(Serializer):
             "give each value a key of its own"
             + (". Parameters and buffers of a module are saved in any case" if has_entries else "")
         )
-
-
-class StateCollector(DictionarySerializer):
-    """Saves into ``target`` without copying, for state that is written or copied before the training continues."""
-
-    def __init__(self, directory: Path | None = None) -> None:
-        super().__init__()
-        self._given = self.target
-        self.directory = directory
-        self.referred: list[Path] = []  # the files to which the state refers
-
-    def refer(self, path: Path) -> None:
-        self.referred.append(path)
-
-    def gather_own(self) -> None:
-        """Add what classes of the script have saved otherwise on the other ranks than on rank 0, below `BY_RANK`."""
-        own = {
-            path: value
-            for path, value in self.target.items()
-            if may_differ_by_rank(self._owners[path][0]) and not (hasattr(value, "detach") and is_sharded(value))
-        }
-        digests = self.comm.gather_object({path: digest_value(path, value) for path, value in own.items()})
-        differing = [{path for path in digest if digest[path] != digests[0].get(path)} for digest in digests]
-        if not any(differing):
-            return
-        mine = {path: copy_value(own[path]) for path in sorted(differing[self.comm.rank])}
-        self.target[f"{BY_RANK}size"] = self.comm.size
-        for rank, values in enumerate(self.comm.gather_object(move(mine, torch.device("cpu")))):
-            self.target |= {f"{BY_RANK}{rank}/{path}": value for path, value in values.items()}
-
-    def own_paths(self) -> list[str]:
-        """Return the paths of what modules have saved beside their parameters and buffers."""
-        below = tuple(self._called)
-        return [path for path, (_, part) in self._owners.items() if part != _ENTRIES and path.startswith(below)]
-
-
-def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
-    """Return the state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
-
-    All ranks call it together; the result of rank 0 is complete, except for sharded tensors, of which each has its shard.
-    """
-    serializer = StateCollector(directory)
-    serializer.comm = serializer.comm if comm is None else comm
-    serializer.visit("", unwrap(obj))
-    if serializer.comm.size > 1:
-        serializer.gather_own()
-    return serializer
 
 
 class DictionaryDeserializer(Deserializer):
@@ -392,27 +343,6 @@ class Stateful:
         """Load what ``state_dict`` returned. A missing key raises a ``KeyError`` that names it."""
         with printing_changes([]):
             self.serialize(DictionaryDeserializer(state_dict))
-
-
-def may_differ_by_rank(owner: Any) -> bool:
-    """Return whether each rank may have other state in an object: the library's own state is the same, or gathered."""
-    from chainring._callables import defined_by  # which few programs need
-
-    return defined_by(type(owner)) != "library" or hasattr(owner, "may_differ_by_rank")
-
-
-def choose_rank(state: dict[str, Any], comm: Communicator) -> list[str]:
-    """Put what this rank has saved in place of that of rank 0; return the paths that stay, as there were other ranks."""
-    size = state[f"{BY_RANK}size"]
-    saved = {key: value for key, value in state.items() if key.startswith(BY_RANK)}
-    pairs = [(key, *key.removeprefix(BY_RANK).partition("/")[::2]) for key in saved]
-    if size != comm.size:
-        return sorted({path for _, _, path in pairs if path})
-    # All ranks read all of it, because they have to read alike.
-    read = read_stored(saved | {path: state[path] for _, _, path in pairs if path in state})
-    state |= {path: read[path] for _, _, path in pairs if path in state}
-    state |= {path: read[key] for key, rank, path in pairs if rank == str(comm.rank)}
-    return []
 
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
@@ -582,6 +512,76 @@ def entry_names(module: Any, entries: Mapping[str, Any], below: str = "") -> dic
                 f"two entries of {type(module).__name__}, {first} and {second}, have one path in saved state, "
                 f"{below + path!r}; rename one of these modules, parameters or buffers"
             )
+    return names
+
+
+def unwrap(model: Any) -> Any:
+    """Return the module inside the wrappers of ``torch.compile`` and DDP; any other object is returned as it is.
+
+    A wrapper changes how a model runs, not the names of its submodules, so its prefix must not reach a name.
+    """
+    while attributes := [_STATELESS[base.__name__] for base in type(model).__mro__ if base.__name__ in _STATELESS]:
+        model = getattr(model, attributes[0])
+    return model
+
+
+def name_of_model(model: Any, models: Mapping[str, Any]) -> str:
+    """Return the name that a model has among several, of one that is not among them its class."""
+    model = unwrap(model)
+    return next((name for name, registered in models.items() if unwrap(registered) is model), type(model).__name__)
+
+
+def name_cleaner(model: nn.Module) -> Callable[[str], str]:
+    """Return a function from the dotted name of a submodule, parameter or buffer to its name without wrappers."""
+    attributes = {
+        cls: _WRAPPERS[base.__name__]
+        for cls in set(map(type, submodules(model)))
+        for base in reversed(cls.__mro__)  # the most derived one decides
+        if base.__name__ in _WRAPPERS
+    }
+    if not attributes:
+        return str
+    wrapped = [(path, attributes[type(module)]) for path, module in model.named_modules() if type(module) in attributes]
+    prefixes = [(f"{path}.{attribute}".removeprefix("."), path) for path, attribute in reversed(wrapped)]  # innermost first
+
+    def clean(name: str) -> str:
+        for prefix, path in prefixes:
+            if name == prefix or name.startswith(prefix + "."):
+                name = (path + name[len(prefix) :]).removeprefix(".")
+        return name
+
+    return clean
+
+
+def named_submodules(name: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every submodule of ``model`` with its path below ``name``, the model itself first; dots become slashes."""
+    clean = name_cleaner(model)
+    for path, module in model.named_modules():
+        yield f"{name}/{clean(path).replace('.', '/')}".removesuffix("/"), module
+
+
+def submodules(model: nn.Module) -> list[nn.Module]:
+    """Return a model and its submodules, each once."""
+    # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; modules() takes three times as long
+    if not hasattr(model, "_modules"):  # another class with the methods of a module
+        return [module for _, module in model.named_modules()]
+    visited: dict[nn.Module, None] = {}
+    to_visit = [model]
+    while to_visit:
+        module = to_visit.pop()
+        if module not in visited:
+            visited[module] = None
+            to_visit += [child for child in module._modules.values() if child is not None]
+    return list(visited)
+
+
+def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Return the name of each parameter by its id, such as ``main/predictor/l1/weight``; of a tied one the first."""
+    names: dict[int, str] = {}
+    for model_name, model in models.items():
+        clean = name_cleaner(model)
+        for path, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{model_name}/{clean(path).replace('.', '/')}")
     return names
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from chainring import _random
-from chainring._naming import parameter_names, unwrap
 from chainring._runs.comparison import Difference, differences, first_difference
 from chainring.reporting.summary import is_scalar
+from chainring.serializers.protocol import parameter_names, unwrap
 from chainring.training._digests import StateDigests, checksum, describe, describe_leaves, leaves
 from chainring.training._entry import Observer
 from chainring.training._unsaved import is_time

@@ -31,7 +31,6 @@ from tqdm import tqdm
 from chainring._checks import is_integer
 from chainring._distributed.sharding import to_local
 from chainring._messages import info, warn
-from chainring._naming import parameter_names
 from chainring._random import preserve_rng, put_generators, take_generators
 from chainring._runs.comparison import differing_digests, digests_of, first_recorded_difference
 from chainring._runs.finished import Condition, FinishedRun, saved_trainers
@@ -45,6 +44,7 @@ from chainring.reporting.summary import is_scalar, weighted_mean
 from chainring.serializers._loading import load
 from chainring.serializers._saving import save
 from chainring.serializers._store import CorruptError, find_snapshot, open_store
+from chainring.serializers.protocol import parameter_names
 from chainring.testing._processes import call_make_trainer
 from chainring.training._entry import Entry, Observer
 from chainring.training._run_directory import read_record

@@ -18,11 +18,10 @@ from torch.nn.parameter import is_lazy
 from chainring import _random, _version
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import describe_fsdp, is_sharded
-from chainring._naming import name_cleaner, parameter_names, unwrap
 from chainring._progress import Trainer
 from chainring.serializers._models import hyperparameters
 from chainring.serializers._store import Snapshots
-from chainring.serializers.protocol import Stateful
+from chainring.serializers.protocol import Stateful, name_cleaner, parameter_names, unwrap
 from chainring.training._entry import Entry
 from chainring.training._run_directory import Settings, as_json
 from chainring.training.triggers.base import Trigger, describe

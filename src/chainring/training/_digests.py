@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.digests import mix, read_together, salt, sum_shards, sum_whole
 from chainring._distributed.sharding import assign_writers, is_sharded, to_local
-from chainring._naming import unwrap
 from chainring._random import digest
 from chainring.serializers._models import OptimizerState
-from chainring.serializers.protocol import StateCollector
+from chainring.serializers._saving import StateCollector
+from chainring.serializers.protocol import unwrap
 from chainring.training.updaters.base import Updater
 
 _MAX_WRITTEN = 4  # elements up to which the text of a tensor has them

@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 
 from chainring import _random
 from chainring._messages import Text, info, warn
-from chainring._naming import named_submodules
 from chainring._progress import Trainer
 from chainring.iterators.base import find_main_iterator
 from chainring.iterators.loader import LoaderIterator, check_state
@@ -28,6 +27,7 @@ from chainring.serializers.protocol import (
     DictionaryDeserializer,
     DictionarySerializer,
     Serializer,
+    named_submodules,
     visit_if_stateful,
 )
 from chainring.training._run import prepare

@@ -9,10 +9,9 @@ from torch import nn
 
 from chainring._distributed.communicator import RanksLost
 from chainring._distributed.virtual_ranks import Deal
-from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring.reporting.reporter import Reported
-from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, own_states
+from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, own_states, unwrap
 from chainring.training.updaters._arguments import needs_closure
 from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._virtual_state import RunningStatistics

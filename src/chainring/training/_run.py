@@ -26,7 +26,6 @@ from chainring._distributed.communicator import Communicator, RanksLost
 from chainring._distributed.sharding import is_tensor_parallel
 from chainring._hints import find_hint
 from chainring._messages import info, list_names, warn
-from chainring._naming import named_submodules
 from chainring._progress import Trainer
 from chainring.iterators._workers import END_SIGNALS
 from chainring.iterators.base import share_among_ranks
@@ -37,6 +36,7 @@ from chainring.serializers.protocol import (
     AbstractSerializer,
     DictionaryDeserializer,
     DictionarySerializer,
+    named_submodules,
     printing_changes,
     visit_if_stateful,
 )

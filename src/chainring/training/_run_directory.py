@@ -40,10 +40,9 @@ from chainring._files import (
     to_json,
 )
 from chainring._messages import info, list_names, warn
-from chainring._naming import name_cleaner
 from chainring._progress import Trainer
 from chainring.serializers._store import Snapshots
-from chainring.serializers.protocol import announce_change
+from chainring.serializers.protocol import announce_change, name_cleaner
 from chainring.training._digests import checksum
 from chainring.training._ledger import MAGIC, Ledger, cut_back
 from chainring.training.triggers.base import describe

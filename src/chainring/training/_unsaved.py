@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from chainring._callables import defined_by, is_taken_apart, origin_of_module, references
-from chainring._naming import unwrap
 from chainring._progress import Trainer
 from chainring._random import generator_state, is_generator
 from chainring.iterators._order import generators_of, members_of, state_methods
+from chainring.serializers.protocol import unwrap
 from chainring.training._digests import checksum, describe
 
 Attributes = dict[str, str]

@@ -24,13 +24,13 @@ from chainring.iterators.base import check_epoch_period
 from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._models import try_loading
+from chainring.serializers._saving import StateCollector
 from chainring.serializers._store import Snapshots, open_store
 from chainring.serializers._values import encode
 from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
     Serializer,
-    StateCollector,
     Stateful,
     announce_change,
     printing_changes,

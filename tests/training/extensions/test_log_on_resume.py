@@ -11,7 +11,8 @@ import pytest
 from scripted import Counting, trainer_of
 
 from chainring import serializers, training
-from chainring.serializers.protocol import DictionaryDeserializer, capture
+from chainring.serializers._saving import capture
+from chainring.serializers.protocol import DictionaryDeserializer
 from chainring.training import extensions
 from chainring.training.extensions import LogReport
 

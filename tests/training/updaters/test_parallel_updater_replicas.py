@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from toys import Regression, assert_close, observed_update, parameters_of, same_regression, updater_of
 
 from chainring import Reporter
-from chainring._naming import named_submodules
+from chainring.serializers.protocol import named_submodules
 from chainring.training import ParallelUpdater, StandardUpdater
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from chainring._messages import list_names, printable
-from chainring._naming import unwrap
+from chainring.serializers._saving import capture
 from chainring.serializers._values import copy_value, digest_value, is_same_value
 from chainring.serializers.foreign import directories, files
 from chainring.serializers.foreign._matching import ModelPlan, plan_models, plan_optimizer
 from chainring.serializers.foreign.content import ForeignCheckpoint
-from chainring.serializers.protocol import DictionaryDeserializer, capture, has_state, is_module
+from chainring.serializers.protocol import DictionaryDeserializer, has_state, is_module, unwrap
 
 _ITERATOR = "updater/iterator:main/"
 _COUNTS = {"last_epoch", "last_lr", "num_bad_epochs", "best", "cooldown_counter"}  # of a scheduler, and no settings

@@ -16,11 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._messages import list_names
-from chainring._naming import name_cleaner
 from chainring.serializers._models import as_number, load_optimizer
 from chainring.serializers._values import copy_value, find_aliases, is_same_value
 from chainring.serializers.foreign.content import Entries, ForeignCheckpoint, SavedOptimizer, check_plain
-from chainring.serializers.protocol import load_entries, own_states, state_entries
+from chainring.serializers.protocol import load_entries, name_cleaner, own_states, state_entries
 
 _SHOWN = 5  # names in a message
 _OF_THE_SCRIPT = {"foreach", "fused", "capturable", "differentiable"}

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from chainring import _random
 from chainring._messages import warn
-from chainring._naming import unwrap
 from chainring.reporting.reporter import current
+from chainring.serializers.protocol import unwrap
 from chainring.training._entry import Observer
 from chainring.training.extensions._phases import accelerator_of
 from chainring.training.trainer import Trainer

@@ -21,7 +21,6 @@ from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Deal
 from chainring._hints import EVALUATION, hinting
 from chainring._messages import warn
-from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
 from chainring.datasets._batches import count_examples, require_count, take_examples
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
@@ -31,7 +30,7 @@ from chainring.reporting.media import Media, report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, is_scalar
 from chainring.serializers._models import weights_to_use
-from chainring.serializers.protocol import AbstractSerializer, visit_optional
+from chainring.serializers.protocol import AbstractSerializer, name_of_model, named_submodules, unwrap, visit_optional
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions.progress_bar import bar_of_batches
 from chainring.training.trainer import Trainer

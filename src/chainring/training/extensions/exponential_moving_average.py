@@ -12,8 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from chainring._checks import find_call_error, is_integer, is_number, plain
 from chainring._distributed.sharding import copy_model, fsdp_modules, is_sharded, reshard, shard_model_like, to_local
-from chainring._naming import name_of_model, unwrap
-from chainring.serializers.protocol import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer, name_of_model, unwrap
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_stop_trigger

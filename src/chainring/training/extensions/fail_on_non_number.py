@@ -19,11 +19,10 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import to_full, to_local
 from chainring._messages import info
-from chainring._naming import parameter_names, unwrap
 from chainring.serializers._loading import read_state
-from chainring.serializers._saving import Checkpoint
+from chainring.serializers._saving import Checkpoint, StateCollector
 from chainring.serializers._values import copy_value
-from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, StateCollector, own_states
+from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, own_states, parameter_names, unwrap
 from chainring.training._entry import RollBack
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer

@@ -17,10 +17,9 @@ from torch import Tensor
 from chainring._files import atomic_write, replace_file
 from chainring._hints import hinting
 from chainring._messages import OneTimeWarning, warn
-from chainring._naming import parameter_names
 from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.protocol import AbstractSerializer
+from chainring.serializers.protocol import AbstractSerializer, parameter_names
 from chainring.training.extension import Extension
 from chainring.training.extensions.log_report import key_list
 from chainring.training.trainer import Trainer

@@ -20,20 +20,20 @@ from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded
 from chainring._hints import hinting
 from chainring._messages import OneTimeWarning, info, warn
-from chainring._naming import name_cleaner
 from chainring.serializers._loading import load_snapshot
 from chainring.serializers._models import weights_to_use
 from chainring.serializers._saving import (
     BackgroundWriter,
     Checkpoint,
     StagingBuffers,
+    capture,
     checkpoint_of_copies,
     is_saved_as_file,
     module_tensors,
     save_tensors,
 )
 from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Snapshots, find_newest, without_collections
-from chainring.serializers.protocol import capture, has_state, is_module, serialize_method
+from chainring.serializers.protocol import has_state, is_module, name_cleaner, serialize_method
 from chainring.training._entry import Entry
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from chainring._checks import is_number, plain
 from chainring._distributed.sharding import fsdp_modules, reshard, to_full
 from chainring._messages import OneTimeWarning
-from chainring._naming import name_cleaner, name_of_model
 from chainring.reporting.reporter import report
 from chainring.reporting.summary import DictMeans, is_scalar
-from chainring.serializers.protocol import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer, name_cleaner, name_of_model
 from chainring.training.extension import PRIORITY_EDITOR, PRIORITY_WRITER, Extension, make_extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map_with_path
 
 from chainring._checks import find_call_error, is_integer
 from chainring._distributed.sharding import fsdp_modules, is_sharded, reshard
-from chainring._naming import parameter_names
 from chainring.converters import Converter
 from chainring.iterators.base import Iterator
 from chainring.iterators.loader import as_iterator
 from chainring.reporting.reporter import report
+from chainring.serializers.protocol import parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, list_parameters
 
 Loss = Tensor | Mapping[str, Any]

@@ -20,9 +20,8 @@ from chainring._distributed.digests import add_words, mix, read_together, sums_t
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Audits
 from chainring._messages import warn
-from chainring._naming import unwrap
 from chainring.reporting._metrics import list_metrics, remember
-from chainring.serializers.protocol import own_states
+from chainring.serializers.protocol import own_states, unwrap
 from chainring.training.updaters._arguments import check_dealt
 from chainring.training.updaters.callbacks import taken_back
 

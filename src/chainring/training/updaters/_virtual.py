@@ -22,12 +22,11 @@ from torch.optim import Optimizer
 from chainring import _random
 from chainring._distributed.sharding import shard_like, to_local
 from chainring._distributed.virtual_ranks import Deal, Exchange, TreeSum, absent_of
-from chainring._naming import unwrap
 from chainring.datasets._batches import Batch, count_examples, require_count, take_examples
 from chainring.reporting._metrics import uncounted
 from chainring.reporting.media import report_media
 from chainring.reporting.reporter import Reporter, current
-from chainring.serializers.protocol import own_states
+from chainring.serializers.protocol import own_states, unwrap
 from chainring.training.updaters._balance import Balance
 from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._means import BucketedSum, list_trained, unstash

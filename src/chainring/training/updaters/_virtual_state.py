@@ -30,11 +30,10 @@ from chainring._distributed.sharding import (
 )
 from chainring._distributed.virtual_ranks import Deal, TreeSum
 from chainring._messages import warn
-from chainring._naming import unwrap
 from chainring._random import WITHOUT_CUDNN, draws_in_cudnn, is_generator
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._models import hyperparameters
-from chainring.serializers.protocol import own_states
+from chainring.serializers.protocol import own_states, unwrap
 from chainring.training.updaters._arguments import NO_VIRTUAL_RANKS, needs_closure
 from chainring.training.updaters._carried import OWN_ATTRIBUTES
 from chainring.training.updaters._means import fill

@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
-from chainring._naming import parameter_names, unwrap
 from chainring._progress import Trainer, raise_unless_end
 from chainring.iterators.base import find_main_iterator
 from chainring.serializers._models import (
@@ -22,7 +21,7 @@ from chainring.serializers._models import (
     serialize_layouts,
     trains_other_weights,
 )
-from chainring.serializers.protocol import AbstractSerializer, Stateful
+from chainring.serializers.protocol import AbstractSerializer, Stateful, parameter_names, unwrap
 
 
 class _FromIterator:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from chainring._naming import named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, device_scope, to_device
 from chainring.datasets._batches import Uncounted, count_examples, require_count, take_examples
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
-from chainring.serializers.protocol import AbstractSerializer, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, named_submodules, unwrap, visit_setting
 from chainring.training.updaters._arguments import Loss, check_default_update, check_loss, check_models, move
 from chainring.training.updaters._update import compute_loss
 from chainring.training.updaters.callbacks import run
