@@ -42,7 +42,7 @@ def ranks(tmp_path_factory):
     environment = {**os.environ, "CHAINRING_STAND_INS": "3", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     given = [ranks_program.__file__, str(root / "cuda"), json.dumps(RANKS | DRAWING)]
-    done = subprocess.run([*launch, *given], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*launch, *given], env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert on_ranks(3, train_all, str(root / "cpu"), RANKS) == [None] * 3
     return root

@@ -115,9 +115,6 @@ def random_options(draw):
     return options
 
 
-TO_CONNECT = 20.0  # seconds: a rank that is killed while groups are formed is waited for until connecting has timed out
-
-
 def moves(bench, number, draw, place):
     """A run is killed again and again, each time goes on with another number of ranks, and ends like one that was not."""
     name = list(MOVING)[number % len(MOVING)]
@@ -131,7 +128,7 @@ def moves(bench, number, draw, place):
         there = newest(place / "out") if (place / "out").exists() else 0
         fault = Fault("kill", draw.randrange(size), draw.randrange(there, options.iterations - 1), draw.uniform(0, 0.01))
         world = bench.run(place, size, replace(options, fault=fault))
-        bench.ended_at_once(world, fault.rank, within=TO_CONNECT)
+        bench.ended_at_once(world, fault.rank)
         (place / "happened").unlink()
     size = draw.choice([other for other in range(1, 6) if other != size])
     told = bench.run(place, size, options).outcomes()

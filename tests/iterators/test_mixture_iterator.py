@@ -212,10 +212,10 @@ def test_a_position_of_a_trillion_examples_is_reached_by_its_state():
     state = iterator.state_dict()
     given = [123_456_789_000, 876_543_211_000]
     far = {**state, "position": 10**12, "given": given}
-    began = time.perf_counter()
+    began = time.process_time()
     iterator.load_state_dict(far)
     values = taken(iterator, 1)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert len(values) == 10
     assert iterator.passes == {"s0": given[0] // 1000, "s1": given[1] // 3000}
 

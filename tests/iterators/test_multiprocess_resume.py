@@ -2,7 +2,7 @@
 
 import ctypes
 import multiprocessing
-import time
+import os
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_reset_goes_on_to_an_unused_order_as_a_serial_iterator_does():
 
 
 def test_resuming_late_in_an_epoch_of_a_billion_fetches_nothing():
-    """At 90 % of 10^9 examples, in under two seconds with the first batch; only that and what is ahead are fetched."""
+    """At 90 % of 10^9 examples, in under two seconds of a processor; only the first batch and what is ahead are fetched."""
     size, fetched = 10**9, multiprocessing.Value(ctypes.c_long, 0)
 
     def get(i):
@@ -95,13 +95,13 @@ def test_resuming_late_in_an_epoch_of_a_billion_fetches_nothing():
             fetched.value += 1
         return i
 
-    start = time.monotonic()
+    began = os.times()
     with MultiprocessIterator(Dataset(size, get), 8, n_processes=2, seed=1) as iterator:
         state = iterator.state_dict() | {"position": size // 10 * 9}
         iterator.load_state_dict(state)
         assert fetched.value == 0
         batch = next(iterator)
-        assert time.monotonic() - start < 2
         assert batch.columns.tolist() == epoch_order(1, 0, size, size // 10 * 9, size // 10 * 9 + 8).tolist()
         assert iterator.epoch_detail == 0.900000008
     assert fetched.value <= 8 * 2 * 2 + 8
+    assert sum(os.times()[:4]) - sum(began[:4]) < 2  # in this process and in its workers, which have ended

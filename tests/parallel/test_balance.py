@@ -43,9 +43,7 @@ class Slow(nn.Module):
         self.seconds, self.calls = milliseconds / 1000, []
 
     def forward(self, x, t):
-        until = time.perf_counter() + self.seconds
-        while time.perf_counter() < until:
-            pass
+        time.sleep(self.seconds)
         self.calls.append(len(x))
         return nn.functional.cross_entropy(self.net(x), t)
 

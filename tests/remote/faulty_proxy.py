@@ -76,7 +76,7 @@ class FaultyProxy:
         self.requests = []
         self.bytes_per_second = None
         self.dropped_headers = set()
-        self.over = threading.Event()
+        self.over, self.stalls = threading.Event(), threading.Event()
         self._orders, self._rate, self._faults = [], 0.0, ENDING
         self._random, self._lock = random.Random(), threading.Lock()
 
@@ -270,6 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stall(self):
         """Say nothing until the client has gone."""
+        self.proxy.stalls.set()
         while not self.proxy.over.is_set():
             if select.select([self.connection], [], [], 0.1)[0] and not self.connection.recv(PIECE):
                 break

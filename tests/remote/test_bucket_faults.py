@@ -18,7 +18,8 @@ from chainring._places.bucket import MISSING, PART, PATIENCE, Bucket, ChangedErr
 
 CONTENT = random.Random(0).randbytes(2 * PART + 12345)
 SMALL = CONTENT[:50_000]
-HASTY = PATIENCE._replace(retry=10, answer=0.4)
+HASTY = PATIENCE._replace(retry=10)
+RESTLESS = PATIENCE._replace(retry=30, answer=0.4)  # where nobody answers
 
 
 @pytest.fixture
@@ -97,11 +98,11 @@ def test_a_request_that_fails_twice_is_made_again(proxy, bucket, deed, fault):
 def test_a_request_that_nobody_answers_is_made_again(proxy, bucket, deed, fault):
     work, method, key = DEEDS[deed]
     proxy.fail(fault, method=method, key=key)
-    assert work(bucket)
+    assert work(Bucket(bucket.url, RESTLESS))
 
 
 def test_a_part_of_an_upload_that_does_not_move_is_sent_again(proxy, s3):
-    bucket = Bucket(s3, HASTY._replace(part=1))
+    bucket = Bucket(s3, RESTLESS._replace(part=1))
     proxy.fail("stall", method="PUT", key="partNumber=1")
     send(bucket)
     assert bucket.get("new").content == CONTENT
@@ -109,16 +110,21 @@ def test_a_part_of_an_upload_that_does_not_move_is_sent_again(proxy, s3):
 
 def test_what_is_slow_and_moves_is_not_cut(proxy, s3):
     """A part of an upload and an answer may take longer than a silence may."""
-    bucket = Bucket(s3, HASTY._replace(answer=1))
-    proxy.bytes_per_second = 6 << 20  # of each connection
-    start = time.monotonic()
-    send(bucket)
-    assert time.monotonic() - start > 1.2
-    bucket.put("put", CONTENT[:PART])
-    start = time.monotonic()
-    assert bucket.get("new").content == CONTENT
-    assert time.monotonic() - start > 2.5
-    assert all(request.status == 200 for request in proxy.requests)
+
+    def is_cut(answer):
+        proxy.requests.clear()
+        bucket = Bucket(s3, HASTY._replace(answer=answer))
+        proxy.bytes_per_second = (6 << 20) / answer  # of each connection
+        start = time.monotonic()
+        send(bucket)
+        assert time.monotonic() - start > 1.2 * answer
+        bucket.put("put", CONTENT[:PART])
+        start = time.monotonic()
+        assert bucket.get("new").content == CONTENT
+        assert time.monotonic() - start > 2.5 * answer
+        return any(request.status != 200 for request in proxy.requests)
+
+    assert not is_cut(1) or not is_cut(10)  # a busy machine may be silent for a second
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -179,7 +185,7 @@ def test_a_write_that_was_carried_out_without_an_answer_and_overwritten_is_known
     expected = bucket.head("small").tag if is_update else MISSING
     key = "small" if is_update else "new"
     proxy.fail(fault, method="PUT", key=key)
-    other = Bucket(f"{s3}/run", HASTY)
+    own, other = Bucket(bucket.url, RESTLESS if fault == "stall after" else HASTY), Bucket(f"{s3}/run", HASTY)
     seen = proxy.begin
 
     def begin(method, path, headers):
@@ -190,7 +196,7 @@ def test_a_write_that_was_carried_out_without_an_answer_and_overwritten_is_known
 
     proxy.begin = begin
     with pytest.raises(ChangedError, match=f"run/{key} was written by somebody else"):
-        bucket.put(key, b"ours", expected)
+        own.put(key, b"ours", expected)
     assert bucket.get(key).content == b"theirs"
 
 
@@ -217,14 +223,15 @@ def test_a_condition_that_another_request_is_in_the_way_of_is_asked_again(proxy,
 @pytest.mark.parametrize("deed", ["get", "list", "create", "begin", "part", "end"])
 def test_a_store_that_goes_on_failing_is_given_up(proxy, s3, deed, fault, said):
     """Not before the patience is at its end, and not long after."""
-    patient = Bucket(f"{s3}/run", PATIENCE._replace(retry=0.8, answer=0.3, part=0.5))
+    patient = Bucket(f"{s3}/run")
     patient.put("small", SMALL)
     work, method, key = DEEDS[deed]
     proxy.fail(fault, times=1000, method=method, key=key)
+    silence = {"answer": 0.3, "part": 0.5} if fault == "stall" else {}
     start = time.monotonic()
     with refusal(f"{s3}/run", " cannot be ", said):
-        work(patient)
-    assert 0.5 < time.monotonic() - start < 10
+        work(Bucket(f"{s3}/run", PATIENCE._replace(retry=0.8, **silence)))
+    assert 0.5 < time.monotonic() - start < 60
     proxy.heal()
     assert [entry.key for entry in patient.list()] == ["small"]
 
@@ -386,10 +393,8 @@ def test_a_reader_goes_on_after_a_failure(proxy, s3):
 def test_what_does_not_heal_is_said_at_once_with_a_remedy(proxy, bucket, deed, fault, words):
     work, method, key = DEEDS[deed]
     proxy.fail(fault, times=1000, method=method, key=key)
-    start = time.monotonic()
     with refusal(f"{bucket.url}", *words):
         work(bucket)
-    assert time.monotonic() - start < HASTY.retry / 2
     assert [request.fault for request in proxy.requests].count(fault) == 1
 
 
@@ -416,7 +421,7 @@ def test_a_store_that_has_never_answered_is_given_up_soon(s3, monkeypatch, endpo
     start = time.monotonic()
     with refusal(*words, "check the network and", "AWS_ENDPOINT_URL"):
         bucket.get("a")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < PATIENCE.retry / 2
 
 
 def test_a_store_that_has_answered_is_waited_for(object_server, s3):

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from urllib.parse import urlsplit
 
 import pytest
-from faulty_proxy import ENDING, FAULTS
+from faulty_proxy import ENDING, FAULTS, STALLING
 
 CONTENT = random.Random(0).randbytes(200_000)
 AUTHORIZATION = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
@@ -19,10 +19,13 @@ class RefusedError(Exception):
     """The store has answered something else than 200."""
 
 
-def ask(proxy, s3, method, key, content=None, timeout=120, headers=None):
+def ask(proxy, s3, method, key, content=None, headers=None, stalls=False):
     headers = {"Content-Type": "application/octet-stream", "Authorization": AUTHORIZATION} | (headers or {})
-    with closing(http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=timeout)) as connection:
+    with closing(http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=120)) as connection:
         connection.request(method, f"/{s3.removeprefix('s3://')}/{key}", content, headers)
+        if stalls:
+            assert proxy.stalls.wait(120)
+            connection.sock.settimeout(0.2)  # seconds, after which nothing comes any more
         with connection.getresponse() as answer:
             if answer.status != 200:
                 raise RefusedError(answer.status)
@@ -44,8 +47,9 @@ def test_a_fault_breaks_a_request_before_or_after_it_is_carried_out(proxy, s3, f
     proxy.fail(fault, method="PUT" if "response" not in fault else "GET")
     if "response" in fault:
         ask(proxy, s3, "PUT", "a", CONTENT)
+    request = ("GET", "a") if "response" in fault else ("PUT", "a", CONTENT)
     with pytest.raises((OSError, http.client.HTTPException, RefusedError)) as refused:
-        ask(proxy, s3, "GET" if "response" in fault else "PUT", "a", None if "response" in fault else CONTENT, timeout=0.5)
+        ask(proxy, s3, *request, stalls=fault in STALLING)
     if fault[:3].isdigit():
         assert refused.value.args == (int(fault[:3]),)
     if fault in DONE:

@@ -550,7 +550,7 @@ STOPPED = """
 import sys
 from chainring._places.bucket import MISSING, Bucket, ChangedError, RemoteError
 from chainring._places.index import Index, LeaseLostError
-lease = Index(Bucket(sys.argv[1]), seconds=2, period=0.1)
+lease = Index(Bucket(sys.argv[1]), seconds=int(sys.argv[2]), period=0.1)
 print("taken", flush=True)
 for line in sys.stdin:
     try:
@@ -563,12 +563,18 @@ for line in sys.stdin:
 
 def test_a_process_that_was_stopped_sees_that_its_lease_was_taken_before_it_does_anything_else(s3):
     """While it goes on it keeps the lease. By the clock of a server; here with a lease of two seconds."""
+    assert take_from_one_that_is_stopped(f"{s3}/run", 2) or take_from_one_that_is_stopped(f"{s3}/again", 20)
+
+
+def take_from_one_that_is_stopped(url, seconds):
+    """False if its lease was lost before that, as where a machine is so busy that the process stands still by itself."""
 
     def attempt():
+        time.sleep(0.05)
         with suppress(BlockingIOError):
-            return Index(Bucket(f"{s3}/run"), period=None)
+            return Index(Bucket(url), period=None)
 
-    with Forked(["-c", STOPPED, f"{s3}/run"]) as process:
+    with Forked(["-c", STOPPED, url, str(seconds)]) as process:
 
         def ask():
             process.stdin.write("\n")
@@ -577,15 +583,17 @@ def test_a_process_that_was_stopped_sees_that_its_lease_was_taken_before_it_does
 
         assert process.stdout.readline() == "taken\n"
         began = time.monotonic()
-        while time.monotonic() < began + 3.5:
-            assert attempt() is None
+        while time.monotonic() < began + seconds + 1.5:
+            if attempt() is not None:
+                return False
         assert ask() == "held"
         process.send_signal(signal.SIGSTOP)
         while (lease := attempt()) is None:
-            assert time.monotonic() < began + 120
+            assert time.monotonic() < began + 240
         process.send_signal(signal.SIGCONT)
         assert f"process {os.getpid()} on" in ask()
     lease.change()
+    return True
 
 
 @pytest.mark.parametrize("fault", ["500", "503 after", "cut", "cut after", "cut response"])

@@ -25,7 +25,7 @@ from chainring.iterators import SerialIterator
 from chainring.training import StandardUpdater, Trainer, extensions
 from chainring.writers import CsvWriter
 
-PATIENCE = 20.0  # seconds for a run
+PATIENCE = 120.0  # seconds for a run
 NAMES = (
     *(".lock", "run.json", "log", "log.jsonl", "log.media.jsonl", "log.csv", "below", "below/log", "below/log.jsonl"),
     *(

@@ -7,7 +7,7 @@ import hostile_out
 
 import forked
 
-CASES, SEED, SECONDS = 200, 0, 300
+CASES, SEED, SECONDS = 200, 0, 600
 REFUSALS = {
     "OSError",
     "FileExistsError",

@@ -436,9 +436,9 @@ def test_what_lies_in_the_place_of_the_record_is_neither_read_nor_waited_for(tmp
 def test_names_of_any_form_are_compared_in_no_time():
     """What would take a regular expression longer than anybody waits is compared field by field."""
     for template, name in [("{}a" * 40, "a" * 100 + "b"), ("{.iteration}{.epoch}" * 60 + "x", "1" * 250)]:
-        began = time.monotonic()
+        began = time.process_time()
         assert NamePattern(template).match(name) is None
-        assert time.monotonic() - began < 1
+        assert time.process_time() - began < 1
     match = NamePattern("a{.epoch}_{.updater.iteration}.{}").match
     assert match("a1_23.txt").iteration == 23
     assert [match(name) for name in ("a1_23.", "a1_2x.txt", "a_23.txt", "b1_23.txt", "")] == [None] * 5

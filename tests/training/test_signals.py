@@ -528,7 +528,7 @@ def test_the_process_exits_with_the_code_of_the_signal_without_a_traceback(tmp_p
         process.send_signal(number)
         out, err = process.communicate()
     assert process.returncode == code
-    assert time.monotonic() - sent < 10
+    assert time.monotonic() - sent < 60
     assert "not reached" not in out
     assert err == told(number)
     newest = max(tmp_path.glob("snapshot*"), key=lambda path: find_snapshot(path).read_manifest().iteration)
