@@ -145,13 +145,15 @@ class Flags:
                 serializer(key, changed)
             return
         self.note(model, before)
-        changed = visit_optional(serializer, key, {})
+        changed, self._iteration = visit_optional(serializer, key, {}), iteration
+        if not changed and _flag_values(model) == self._values:  # as in most runs; names take time
+            return
         for (flag, path), owners in _flag_owners(model).items():
             saved = changed.get(flag, {}).get(path, self._made.get((flag, path)))
             for owner in owners:
                 if saved is not None and getattr(owner, flag) is not saved:
                     setattr(owner, flag, saved)
-        self._known, self._iteration = self._read(model), iteration
+        self._known = self._read(model)
         self._values = _flag_values(model) if self._known == self._made else None
 
     @staticmethod
