@@ -74,7 +74,9 @@ class StoredFile(ABC):
 
     def read_bytes(self, start: int = 0, size: int | None = None) -> bytes:
         """Return bytes of the file, by default all."""
-        return bytes(self.read(start, self.size if size is None else size).numpy())
+        content = bytearray(self.size if size is None else size)
+        self.read_into(start, memoryview(content))
+        return bytes(content)
 
     def copy_to(self, path: Path) -> None:
         """Copy the content to a new file in chunks."""
