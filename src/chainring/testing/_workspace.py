@@ -30,6 +30,7 @@ from chainring.training.trainer import Trainer
 _MODULE = "chainring.testing._workspace"
 _OF_GIT = ("git", "-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
 _WHEELS = "https://download.pytorch.org/whl/"  # by the local version of PyTorch, such as cpu or cu128
+_BUILD = re.compile(r"==[^ ]*\+(cpu|cu\d+|rocm[\d.]+|xpu)$")
 _NOT_INSTALLED = ("pip", "uv")  # of an environment, which has its own
 _LAUNCHER = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|GROUP_.*|ROLE_.*|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 _MOST_SHOWN = 8
@@ -185,16 +186,22 @@ class Workspace:
         requirements = self._directory / "requirements.txt"
         stubs, lines = self._requirements()
         requirements.write_text("".join(f"{line}\n" for line in lines))
-        local = {match[1] for line in lines if (match := re.search(r"==[^ ]*\+(cpu|cu\d+|rocm[\d.]+|xpu)$", line))}
-        extra = [option for each in sorted(local) for option in ("--extra-index-url", f"{_WHEELS}{each}")]
+        builds = {line: match[1] for line in lines if (match := _BUILD.search(line))}
+        indexes = [f"--extra-index-url={_WHEELS}{each}" for each in sorted({*builds.values()})]
         if uv := shutil.which("uv"):
             _call([uv, "venv", "--quiet", "--python", wanted, str(environment)], f"an environment of Python {wanted}")
             install = [uv, "pip", "install", "--quiet", "--python", python, "--index-strategy", "unsafe-best-match"]
         else:
             base = _find_python(wanted)
             _call([base, "-m", "venv", str(environment)], f"an environment of Python {wanted}")
-            install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _call([*install, "--no-deps", "-r", str(requirements), *extra], "the installation of the recorded versions")
+            install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+        install, what = [*install, "--no-deps"], "the installation of the recorded versions"
+        if builds:
+            try:
+                _call([*install, *builds], what)
+            except NoReplay:  # a request to this index for all others, too, would cost minutes where it cannot be reached
+                _call([*install, *builds, *indexes], what)
+        _call([*install, "-r", str(requirements)], what)
         asked = "import platform, sysconfig; print(platform.python_version(), sysconfig.get_path('purelib'))"
         version, packages = _call([python, "-c", asked], "the new Python").split(maxsplit=1)
         if version != wanted:
