@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -345,28 +347,26 @@ def test_a_record_gives_no_variables_but_those_of_the_list(place, capsys):
     assert status == 0, shown
 
 
-def wheel(directory, version, scale):
+def wheel(directory, version, scale, project="tinyscale"):
     """A distribution that is one module."""
     directory.mkdir(exist_ok=True)
-    info = f"tinyscale-{version}.dist-info"
+    info = f"{project}-{version}.dist-info"
     files = {
-        "tinyscale.py": f"SCALE = {scale}\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tinyscale\nVersion: {version}\n",
+        f"{project}.py": f"SCALE = {scale}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(directory / f"tinyscale-{version}-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(directory / f"{project}-{version}-py3-none-any.whl", "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
-    return directory / f"tinyscale-{version}-py3-none-any.whl"
+    return directory / f"{project}-{version}-py3-none-any.whl"
 
 
-@pytest.mark.parametrize("is_yanked", [False, True])
-def test_the_recorded_versions_are_installed_into_an_environment(place, monkeypatch, capsys, is_yanked):
-    """Here another version is installed; if the index has the recorded one no longer, that is said."""
+def train_with(first, place, monkeypatch):
+    """Trains with the distribution of a wheel, which an environment then has from the directory of that wheel alone."""
     monkeypatch.setattr(subprocess, "Popen", forked.START)
-    wheels, here = place.parent / "wheels", place.parent / "site-packages"
-    first, second = wheel(wheels, "1.0", 3.0), wheel(wheels, "2.0", 5.0)
+    here = place.parent / "site-packages"
     (place / "train.py").write_text(SCRIPT.replace("scale = 1.0", "from tinyscale import SCALE as scale"))
     commit()
     with zipfile.ZipFile(first) as archive:
@@ -380,17 +380,67 @@ def test_the_recorded_versions_are_installed_into_an_environment(place, monkeypa
     ]
     edit(lambda needed: needed.update(distributions={"tinyscale": needed["distributions"]["tinyscale"]}))
     edit(lambda needed: needed["source"].update(paths=packages))  # all else, instead of installing it
+    for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):
+        monkeypatch.setenv(name, str(first.parent))
+
+
+@pytest.mark.parametrize("is_yanked", [False, True])
+def test_the_recorded_versions_are_installed_into_an_environment(place, monkeypatch, capsys, is_yanked):
+    """Here another version is installed; if the index has the recorded one no longer, that is said."""
+    wheels = place.parent / "wheels"
+    first, second = wheel(wheels, "1.0", 3.0), wheel(wheels, "2.0", 5.0)
+    train_with(first, place, monkeypatch)
     if is_yanked:
         first.unlink()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("UV_NO_INDEX", "1")
-    monkeypatch.setenv("UV_FIND_LINKS", str(wheels))
     assert second.exists()
     status, shown = reproduced(capsys, "result")
     assert status == (2 if is_yanked else 0), shown
     assert not is_yanked or "tinyscale==1.0" in shown
     assert "installed into a new environment, which takes minutes; --here needs none" in shown
+
+
+class _NothingReached(BaseHTTPRequestHandler):
+    """A proxy that reaches no host."""
+
+    def do_CONNECT(self):
+        self.server.asked.append(self.path)
+        self.send_error(502)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The hosts that are asked for by HTTPS, of which none is reached."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _NothingReached) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name in ("HTTPS_PROXY", "https_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
+        yield server.asked
+        server.shutdown()
+
+
+@pytest.mark.parametrize("is_at_hand", [True, False])
+def test_the_index_of_pytorch_is_asked_only_for_its_builds_that_others_lack(place, monkeypatch, capsys, asked, is_at_hand):
+    """Each request costs time, minutes of it where that index cannot be reached, as behind a mirror."""
+    wheels = place.parent / "wheels"
+    build, _ = wheel(wheels, "1.0+cpu", 3.0), wheel(wheels, "2.0", 5.0, "another")
+    train_with(build, place, monkeypatch)
+    edit(lambda needed: needed["distributions"].update(another="2.0"))
+    if not is_at_hand:
+        build.unlink()
+    empty = place.parent / "index"
+    empty.mkdir()
+    for name in ("PIP_INDEX_URL", "UV_DEFAULT_INDEX"):
+        monkeypatch.setenv(name, empty.as_uri())
+    for name in ("PIP_RETRIES", "UV_HTTP_RETRIES"):
+        monkeypatch.setenv(name, "0")
+    status, shown = reproduced(capsys, "result")
+    assert (status, asked) == ((0, []) if is_at_hand else (2, ["download.pytorch.org:443"])), shown
 
 
 @pytest.mark.parametrize("virtual", [False, True])
