@@ -156,6 +156,36 @@ WRONG = {
         "is of shape (61,)",
         "pass padding= to fill up",
     ),
+    "labels that are strings": Wrong(
+        "iterators.SerialIterator(train, 100)",
+        "torch.utils.data.DataLoader([(x, str(t)) for x, t in train], 100)",
+        "must be Tensor, not tuple",
+        "let the dataset return numbers",
+    ),
+    "pictures as they are read": Wrong(
+        "iterators.SerialIterator(train, 100)",
+        'torch.utils.data.DataLoader([(__import__("PIL.Image").Image.new("L", (8, 8)), t) for x, t in train], 100)',
+        "found <class 'PIL.Image.Image'>",
+        "give the loader a collate_fn",
+    ),
+    "a generator for a dataset": Wrong(
+        "SerialIterator(train, 100)",
+        "SerialIterator((example for example in train), 100)",
+        "got generator",
+        "hand a DataLoader or another iterable to the updater",
+    ),
+    "a generator for the dataset of a loader": Wrong(
+        "iterators.SerialIterator(train, 100)",
+        "torch.utils.data.DataLoader((example for example in train), 100)",
+        "object of type 'generator' has no len",
+        "write list(generator), or an IterableDataset",
+    ),
+    "a dictionary for a pair": Wrong(
+        "iterators.SerialIterator(train, 100)",
+        'torch.utils.data.DataLoader([{"image": x, "label": t} for x, t in train], 100)',
+        "the batch has 0",
+        "set label_key",
+    ),
     "a loader that drops all": Wrong(
         "iterators.SerialIterator(train, 100)",
         "torch.utils.data.DataLoader(train[:50], 100, drop_last=True)",
@@ -167,6 +197,21 @@ WRONG = {
         "train_iter, optimizer, model, callbacks=training.clip_grad_norm(1.0))",
         "got <function clip_grad_norm",
         "UpdateCallbacks(update_on_start=f)",
+    ),
+    "a layer that the optimizer does not know": Wrong(
+        "train_iter = ",
+        "net[2] = nn.Linear(20, 10)\ntrain_iter = ",
+        "of the 4 of optimizer 'main', 2 belong to none",
+        "Make it from that model's parameters()",
+    ),
+    "a model on another device than its batches": Wrong(
+        "optimizer = ", 'model.to("meta")\noptimizer = ', "on the expected device", "StandardUpdater(device=) moves model"
+    ),
+    "a run without gradients": Wrong(
+        RUN,
+        f"with torch.no_grad():\n    {RUN}",
+        "depends on no parameter that needs a gradient",
+        "look for detach(), no_grad()",
     ),
     # the model
     "a model without a loss": Wrong(
@@ -223,7 +268,44 @@ WRONG = {
     "another number of features": Wrong(
         "nn.Linear(64, 20)", "nn.Linear(784, 20)", "100x64 and 784x20", "model_summary(model)"
     ),
+    "a loss and what it was made of": Wrong(
+        *model("return F.cross_entropy(y, t), y"), "got tuple from Net.forward, {train}:16", "Return the tensor"
+    ),
+    "a report of keywords": Wrong(
+        *model("report(loss=y.sum(), observer=self)\n        return F.cross_entropy(y, t)"),
+        "unexpected keyword argument 'loss'",
+        'report({"loss": loss}, self)',
+    ),
     # extensions
+    "a name for an evaluation": Wrong(
+        "Evaluator(test_iter, model)",
+        'Evaluator(test_iter, model, name="test")',
+        "no argument 'name'",
+        "trainer.extend(extension, name=",
+    ),
+    "a trigger for a snapshot": Wrong(
+        "snapshot(), trigger",
+        "snapshot(trigger=(1, 'epoch')), trigger",
+        "no argument 'trigger'",
+        "trainer.extend(extension, name=",
+    ),
+    "a schedule of each iteration": Wrong(
+        *extending(
+            "steps = torch.optim.lr_scheduler.StepLR(optimizer, 10)\n"
+            'trainer.extend(extensions.LRScheduler(steps, trigger=(1, "iteration")))'
+        ),
+        "no argument 'trigger'",
+        "trainer.extend(extension, name=",
+    ),
+    "the key of early stopping first": Wrong(
+        STOP,
+        'triggers.EarlyStoppingTrigger("validation/main/loss")',
+        "got the string 'validation/main/loss' first",
+        "monitor='validation/main/loss'",
+    ),
+    "a misspelled patience": Wrong(
+        STOP, "triggers.EarlyStoppingTrigger(patients=3)", "no argument 'patients'", "did you mean 'patience'?"
+    ),
     "an evaluation without end": Wrong(
         "100, repeat=False, shuffle=False", "100", "repeats forever", "make it with repeat=False"
     ),

@@ -22,7 +22,7 @@ SCHEMES = {
 NAMES = {"raw loop": "a loop by hand", "no extension": "Chainring", "lightning Trainer": "Lightning Trainer"}
 NAMES |= {"lightning Fabric": "Lightning Fabric", "accelerate": "Accelerate", "pytorch-ignite": "Ignite"}
 VERSION = re.compile(r" \d+(\.\d+)+$")
-WIDTH, LEFT, RIGHT, TOP, STEP = 460, 164, 420, 34, 26
+WIDTH, LEFT, RIGHT, TOP, STEP = 460, 180, 420, 34, 26  # where system-ui is wide, the longest name takes 166
 
 
 def read(page: str) -> tuple[list[tuple[str, int]], str]:

@@ -101,8 +101,10 @@ EXTEND = {
     ),
 }
 
+OF_EXTEND = _by_name({'trainer.extend(extension, name="other", trigger=(1, "epoch")) takes it': "name priority trigger"})
+SNAPSHOT = {"save_top_k": 'keep_best=("validation/main/loss", 3)', "save_total_limit": "n_retains=3", **OF_EXTEND}
 BATCH_SIZE = {"": "takes the dataset and the batch size, as {}(dataset, 100)"}
-EVALUATION = {"": "takes an iterator and the model, as {}(test_iterator, model)"}
+EVALUATION = {"": "takes an iterator and the model, as {}(test_iterator, model)", **OF_EXTEND}
 
 PRECISIONS: dict[Any, str] = _by_name(
     {
@@ -181,7 +183,7 @@ ERRORS = {  # of PyTorch, by what is found in their text
     r"mat1 and mat2 shapes cannot be multiplied": (
         "a layer takes other features than it is given; chainring.nn.model_summary(model) lists the layers"
     ),
-    r"Expected all tensors to be on the same device": (
+    r"Expected all tensors to be on the same device|is not on the expected device": (
         "StandardUpdater(device=) moves model and batches, Evaluator(device=) its batches; make new tensors on x.device; "
         "after a model.to() of yours, make an optimizer that has its state at once, such as Adagrad"
     ),
@@ -189,6 +191,17 @@ ERRORS = {  # of PyTorch, by what is found in their text
         "examples of several sizes make a batch where the collate_fn of the loader fills them up, as by "
         "torch.nn.utils.rnn.pad_sequence"
     ),
+    r"default_collate: batch must contain": (
+        "let the dataset return tensors, arrays or numbers for images and other objects, or give the loader a collate_fn"
+    ),
+    r"must be Tensor, not (list|tuple)": (
+        "a loader leaves strings as they are, in a list: let the dataset return numbers; of several values that a layer "
+        "returns, take the one that is needed"
+    ),
+    r"object of type 'generator' has no len": (
+        "a generator is no dataset, and ends after one pass: write list(generator), or an IterableDataset around it"
+    ),
+    r"report\(\) got an unexpected keyword argument": 'values are reported in a mapping: report({"loss": loss}, self)',
     r"Can't (get|pickle) ": (
         "workers are sent the dataset and the functions that it calls: define these at the top of a module, not as a lambda"
     ),
@@ -208,7 +221,8 @@ def find_hint(error: BaseException) -> str | None:
 
     It may have ``{loss}`` in the place of the function that computes the loss.
     """
-    text = str(error) if isinstance(error, (RuntimeError, IndexError, AttributeError, pickle.PicklingError)) else ""
+    answered = (RuntimeError, IndexError, AttributeError, TypeError, pickle.PicklingError)
+    text = str(error) if isinstance(error, answered) else ""
     return next((f"hint: {hint}" for pattern, hint in ERRORS.items() if re.search(pattern, text)), None)
 
 

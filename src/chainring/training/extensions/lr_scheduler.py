@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import SWALR
 
+from chainring._hints import OF_EXTEND, hinting
 from chainring._messages import OneTimeWarning, warn
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers._models import filled
@@ -80,6 +81,7 @@ class LRScheduler(Extension):
     skip_on_resume = True
     watched_keys: Sequence[str] = ()
 
+    @hinting(OF_EXTEND)
     def __init__(self, scheduler: Scheduler, *, monitor: str | None = None) -> None:
         name, is_class = type(scheduler).__name__, isinstance(scheduler, type)
         if is_class or is_optimizer(scheduler) or not has_state(scheduler) or not callable(getattr(scheduler, "step", None)):

@@ -18,7 +18,7 @@ import torch
 from chainring._checks import is_integer, plain
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded
-from chainring._hints import hinting
+from chainring._hints import SNAPSHOT, hinting
 from chainring._messages import OneTimeWarning, info, warn
 from chainring.serializers._loading import load_snapshot
 from chainring.serializers._models import weights_to_use
@@ -115,7 +115,7 @@ class Snapshot(Extension):
     default_name = "snapshot"
     writes: Sequence[str] = ()
 
-    @hinting({"save_top_k": 'keep_best=("validation/main/loss", 3)', "save_total_limit": "n_retains=3"})
+    @hinting(SNAPSHOT)
     def __init__(
         self,
         filename: Filename = "snapshot_iter_{.updater.iteration}",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from chainring._checks import find_call_error, is_integer, is_number, plain
+from chainring._hints import hinting
 from chainring._messages import OneTimeWarning, info
 from chainring._progress import Trainer
 from chainring.reporting.summary import IntervalMeans
@@ -288,6 +289,7 @@ class EarlyStoppingTrigger(BestValueTrigger):
             trigger is invalid.
     """
 
+    @hinting({})
     def __init__(
         self,
         check_trigger: TriggerLike = (1, "epoch"),
@@ -302,6 +304,11 @@ class EarlyStoppingTrigger(BestValueTrigger):
         min_iterations: int = 0,
         check_finite: bool = False,
     ) -> None:
+        if isinstance(check_trigger, str):
+            raise TypeError(
+                f'first comes when to check, such as (1, "epoch"), and the key has a name, monitor={check_trigger!r}: '
+                f"got the string {check_trigger!r} first"
+            )
         for name, count in (("patience", patience), ("min_iterations", min_iterations)):
             if not is_integer(count):
                 raise TypeError(f"{name} is the number of {name.partition('_')[2] or 'checks'}, an integer; got {count!r}")
