@@ -84,7 +84,7 @@ gpu: install  ## the same tests on an NVIDIA GPU, with a build of PyTorch for it
 	PYTHONPATH=tests/device $(BIN)/python -m pytest -p on_device --device cuda --numprocesses 8 $(ON_DEVICE)
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, a device, faults, ranks, speed
-	$(MAKE) --jobs 3 --output-sync=target $(VENV)/.chainer $(VENV)/.libraries lint  # of which two download
+	$(MAKE) --jobs 2 --output-sync=target $(VENV)/.chainer lint  # of which one downloads
 # The longest first, and what waits for ranks and services beside what computes.
 	$(MAKE) --jobs 3 --output-sync=target .long device .lost .ranks .faults libraries browser wheel
 	$(BIN)/python tests/distributed/run.py --only $(TIMED)  # with nothing beside them, as the next
@@ -96,8 +96,9 @@ check: install  ## what CI runs besides the tests: style, types, packages, pages
 .faults: $(VENV)/.libraries  # of whose optimizers random programs are made
 	$(VENV)/libraries/bin/python tests/faults/run.py
 
-.lost: install  # forty tries, whose ranks wait for those that are lost
-	$(BIN)/python tests/distributed/run.py --only lost
+.lost: install  # forty tries, whose ranks wait for those that are lost: one half beside the other
+	$(BIN)/python tests/distributed/run.py --only lost --share 0 2 & \
+	  $(BIN)/python tests/distributed/run.py --only lost --share 1 2; ended=$$?; wait $$! && exit $$ended
 
 # What compares the speeds of ranks.
 TIMED := named unequal

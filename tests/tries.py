@@ -22,10 +22,12 @@ class WrongEndError(Exception):
     """A try that did not end as it must."""
 
 
-def run_row(bench, row, wanted, seed, only):
+def run_row(bench, row, wanted, seed, only, first=0, every=1):
     """Makes one try, or tries until as many are counted as wanted; returns the counts and the number of failures."""
-    counts, failures, number = Counter(), 0, 0 if only is None else only
-    while failures < MOST_FAILURES and number < (only + 1 if only is not None else 20 * wanted):
+    counts, failures, wanted = Counter(), 0, -(-wanted // every)
+    for number in range(first, 20 * wanted * every, every) if only is None else [only]:
+        if failures == MOST_FAILURES:
+            break
         place = bench.place(f"{row.name}-{number}")
         try:
             counts += row.make(bench, number, random.Random(f"{row.name}/{seed}/{number}"), place)
@@ -37,7 +39,6 @@ def run_row(bench, row, wanted, seed, only):
                 traceback.print_exc()
             print(f"        again: python {sys.argv[0]} --only {row.name} --seed {seed} --try {number}", flush=True)
         shutil.rmtree(place)
-        number += 1
         if only is None and (wanted == 1 or row.has_enough(counts, wanted)):
             break
     return counts, failures
@@ -51,6 +52,7 @@ def main(text, rows, make_bench):
     parser.add_argument("--only", metavar="ROW", choices=names, nargs="+", help="these rows of the table")
     parser.add_argument("--but", metavar="ROW", choices=names, nargs="+", default=(), help="every row but these")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="every Nth try, from the Kth")
     parser.add_argument("--try", type=int, dest="number", help="one try of the row")
     arguments = parser.parse_args()
     if arguments.number is not None and arguments.only is None:
@@ -63,7 +65,7 @@ def main(text, rows, make_bench):
                 continue
             began = time.monotonic()
             wanted = row.large if arguments.large else getattr(row, "small", 1)
-            counts, failures = run_row(bench, row, wanted, arguments.seed, arguments.number)
+            counts, failures = run_row(bench, row, wanted, arguments.seed, arguments.number, *arguments.share)
             failed += failures
             state, seconds, said = "FAILED" if failures else "ok", time.monotonic() - began, row.said(counts)
             print(f"{state:8}{row.name:10}{seconds:6.0f} s  {failures} failures; {said}", flush=True)
