@@ -50,6 +50,11 @@ def feature(function, layouts=EVERYWHERE):
     return function
 
 
+def feature_of_a_model(function):
+    """Register a part of the loop to which it does not matter how the gradients of data ranks become one."""
+    return feature(function, {"tp", "tp x fsdp"})
+
+
 def feature_of_all_layouts(function):
     """Register a part of the loop that depends on where each parameter lies."""
     return feature(function, LAYOUTS)
@@ -237,7 +242,7 @@ def an_average_in_a_snapshot(place):
     return found
 
 
-@feature
+@feature_of_a_model
 def an_average_made_between_the_calls_that_shard(place):
     """After `parallelize_module`, whose modules compute otherwise, and before `fully_shard`."""
     net = place.lay(a_net(), sharded=())
@@ -294,7 +299,7 @@ def a_run_that_goes_back_for_nan_in_one_shard(place):
     return train(place, extensions.FailOnNonNumber("rollback"), snapshot, callbacks=callbacks, updates=4)
 
 
-@feature
+@feature_of_a_model
 def a_best_value(place):
     found = []
 
@@ -327,7 +332,7 @@ def counts_of_examples(place):
     return {key: [a and round(a / b, 6) for a, b in zip(of, iterations, strict=True)] for key, of in counts.items()}
 
 
-@feature
+@feature_of_a_model
 def what_one_rank_writes(place):
     shown = io.StringIO()
     net = place.lay(a_net())
@@ -344,7 +349,7 @@ def what_one_rank_writes(place):
     return {"files": files, "only the main rank shows a bar": bool(shown.getvalue()) == place.comm.is_main}
 
 
-@feature
+@feature_of_a_model
 def an_average_made_before_parallelize_module(place):
     """Its modules would compute on whole parameters."""
     net = a_net()
@@ -358,7 +363,7 @@ def an_average_made_before_parallelize_module(place):
     return {"is refused": (place.layout is None) != ("make the average" in words)}
 
 
-@feature
+@feature_of_a_model
 def a_metric_object(place):
     """One that exchanges what it has counted over all ranks would count rows more than once, and is refused."""
     found, words = [], ""
@@ -381,7 +386,7 @@ def a_metric_object(place):
     return {"sum": found[-1:], "is refused": (place.layout is None) != ("process_group=mesh" in words)}
 
 
-@feature
+@feature_of_a_model
 def a_signal_to_one_rank(place):
     """All ranks end after the same iteration."""
 
@@ -459,7 +464,7 @@ def fp16_with_an_overflow_in_one_shard(place):
     return {"steps": [float(optimizer.state[p]["step"]) for p in net.parameters()]}
 
 
-@feature
+@feature_of_a_model
 def a_loss_that_is_sharded(place):
     linear = RowwiseParallel(input_layouts=Replicate(), use_local_output=False)
     net = place.lay(a_net(), PLAN | {"4": linear})
@@ -473,7 +478,7 @@ def a_loss_that_is_sharded(place):
     return train(place, an_evaluator(net, 3), net=net, loss_func=loss_func, keys=keys)
 
 
-@feature
+@feature_of_a_model
 def a_loss_over_shards_of_the_classes(place):
     """As `loss_parallel` computes it."""
     torch.manual_seed(3)
@@ -505,17 +510,17 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-@feature
+@feature_of_a_model
 def activation_checkpointing(place):
     return train(place, net=place.lay(Checkpointed(*a_net())))
 
 
-@feature
+@feature_of_a_model
 def updates_without_data(place):
     return train(place, data=None, loss_func=lambda net: mse(net, X, T))
 
 
-@feature
+@feature_of_a_model
 def parameters_in_parts_are_left_uncompiled_with_a_warning(place):
     on_mesh = place.layout is not None
     with warnings.catch_warnings(record=True) as caught:
@@ -541,7 +546,7 @@ def steps_by_closures(place):
     return train(place, cls=OwnClosure, accumulate=2)
 
 
-@feature
+@feature_of_a_model
 def a_quasi_newton_method(place):
     net = a_net()  # plain, as it has to be
     return train(place, net=net, optimizer=torch.optim.LBFGS(net.parameters(), max_iter=4), updates=2)
