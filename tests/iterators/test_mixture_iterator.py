@@ -116,12 +116,14 @@ def test_weights_are_numbers_of_any_library_and_names_of_any_type():
     assert tenths.weights == {"a": 0.7, "b": 0.3}
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.parametrize("drop_finished", [False, True])
-def test_without_repeats_it_ends_with_the_first_source_or_goes_on_with_the_others(drop_finished):
+def test_without_repeats_it_ends_with_the_first_source_or_goes_on_with_the_others(drop_finished, is_asked):
     """In the ratios of those; each example came at most once, and with ``drop_finished`` all did."""
     data = sources([30, 100, 60])
     weights = {"s0": 2, "s1": 2, "s2": 1}
-    iterator = MixtureIterator(data, 7, weights=weights, repeat=False, drop_finished=drop_finished, seed=0)
+    given = (lambda count: weights) if is_asked else weights
+    iterator = MixtureIterator(data, 7, weights=given, repeat=False, drop_finished=drop_finished, seed=0)
     values = taken(iterator, 1000)
     assert len(np.unique(values)) == len(values)
     assert len(values) == 190 if drop_finished else 75 <= len(values) <= 77
@@ -130,6 +132,7 @@ def test_without_repeats_it_ends_with_the_first_source_or_goes_on_with_the_other
         assert deviation(values[77:150], {"s0": 0, "s1": 2, "s2": 1}) <= 2
     with pytest.raises(StopIteration):
         next(iterator)
+    assert iterator.weights == {"s0": 0, "s1": 0, "s2": 0}
     iterator.reset()
     assert len(taken(iterator, 1000)) == len(values)
 

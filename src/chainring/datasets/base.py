@@ -177,9 +177,10 @@ def _gather_in_turn(gathers: Sequence[Gather]) -> JointGather:
 
     def take(places: Sequence[Indices]) -> Any:
         owners, indices = places
-        order = np.argsort(owners, kind="stable")
-        parts = [gathers[owner](indices[owners == owner]) for owner in np.unique(owners).tolist() or [0]]
-        return _join(parts, np.argsort(order))
+        rows, order = [np.flatnonzero(owners == owner) for owner in range(len(gathers))], np.empty_like(owners)
+        order[np.concatenate(rows)] = np.arange(len(owners))
+        parts = [gather(indices[own]) for gather, own in zip(gathers, rows, strict=True) if len(own)]
+        return _join(parts or [gathers[0](indices)], order)
 
     return JointGather(lambda owners, indices: [owners, indices], take)
 
@@ -205,7 +206,7 @@ def _gather_at_once(columns: Sequence[Sequence[NDArray[Any]]], is_tuple: bool) -
         return tuple(map(call, takes, places))
 
     def find(owners: Indices, indices: Indices) -> list[Indices]:
-        return [starts[owners] + indices * step for starts, step in steps]
+        return [starts.take(owners) + indices * step for starts, step in steps]
 
     return JointGather(find, take if is_tuple else lambda places: takes[0](places[0]), columns)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -28,7 +29,11 @@ from chainring.serializers.protocol import AbstractSerializer, Serializer, annou
 Weights = Mapping[str, float]
 
 _LONGEST_PERIOD = 1 << 16  # examples after which the sequence of sources repeats, if it is kept whole
-_FIRST_BLOCK, _BLOCK = 1 << 8, 1 << 14  # examples that are computed at once
+_BLOCK = 1 << 14  # examples that are computed at once, at most about
+
+
+Arrangement = tuple[Indices, Indices, list[int]]
+"""The sources of examples, their places among all if those of the first source come first, and how many each has."""
 
 
 class Shares:
@@ -45,13 +50,17 @@ class Shares:
         divisor = math.gcd(*counts)
         self.per_period = [count // divisor for count in counts]
         self.period = sum(self.per_period)
+        self._kept: tuple[tuple[int, int], Arrangement] | None = None
 
-    def sources(self, counts: Sequence[int], length: int) -> Indices:
-        """Return the numbers of the sources of the next examples, after each has given so many."""
+    def arrange(self, counts: Sequence[int], length: int) -> Arrangement:
+        """Arrange the next examples, after each has given so many."""
         if self.period > (_LONGEST_PERIOD if length >= _BLOCK else length):  # fewer are wanted of weights that change
-            return np.fromiter(self._generate(counts), np.int64, length)
-        first = sum(counts) % self.period
-        return np.tile(self._pattern, -(-(first + length) // self.period))[first : first + length]
+            return _arrange(np.fromiter(self._generate(counts), np.int64, length), len(counts))
+        place = sum(counts) % self.period, length
+        if self._kept is None or self._kept[0] != place:
+            owners = np.tile(self._pattern, -(-sum(place) // self.period))[place[0] : sum(place)]
+            self._kept = place, _arrange(owners, len(counts))
+        return self._kept[1]
 
     @cached_property
     def _pattern(self) -> Indices:
@@ -86,6 +95,13 @@ class Shares:
 _shares_of = lru_cache(maxsize=8)(Shares)
 
 
+def _arrange(owners: Indices, count: int) -> Arrangement:
+    order = owners.astype(np.min_scalar_type(count)).argsort(kind="stable")  # of few bits by radix sort
+    slots = np.empty_like(order)
+    slots[order] = np.arange(len(order))
+    return owners, slots, np.bincount(owners, minlength=count).tolist()
+
+
 class Sources:
     """The datasets of a mixture as one, whose index ``n * number_of_sources + i`` is the n-th example of source i.
 
@@ -107,27 +123,27 @@ class Sources:
         return [count + size for count, size in zip(given, self.sizes, strict=True)]
 
     def __getitem__(self, number: int) -> Any:
-        place, source = divmod(number, len(self.inner))
-        epoch, position = divmod(place, self.sizes[source])
+        source, epoch, index = self.find(number)
         if self._epochs[source].members:
             self._epochs[source].tell(epoch)
-        return self.inner[source][int(self.orders[source].segment(epoch, position, position + 1)[1][0])]
+        return self.inner[source][index]
+
+    def find(self, number: int) -> tuple[int, int, int]:
+        """Return the source of an example, its pass of it, and the index in its dataset."""
+        place, source = divmod(number, len(self.inner))
+        epoch, position = divmod(place, self.sizes[source])
+        return source, epoch, int(self.orders[source].segment(epoch, position, position + 1)[1][0])
 
     def seed_with(self, seed: int | None, switches: Sequence[int] = ()) -> None:
         """Set the seed of the orders; with ``switches``, of each source from the pass of this number on."""
         for source, orders in enumerate(self.orders):
             orders.begin(seed, (orders.seed, switches[source]) if switches else (seed, 0), 0)
 
-    def indices_of(self, source: int, numbers: Indices) -> Indices:
-        """Return the indices, in its dataset, of examples of one source, in the order in which it gives them."""
-        count, size, orders = len(self.inner), self.sizes[source], self.orders[source]
-        first, last = int(numbers[0]) // count, int(numbers[-1]) // count
-        segments = []
-        for epoch in range(first // size, last // size + 1):
-            start, stop = max(first - epoch * size, 0), min(last + 1 - epoch * size, size)
-            segments.append(orders.segment(epoch, start, stop)[1])
-        indices = segments[0] if len(segments) == 1 else np.concatenate(segments)
-        return indices if len(indices) == len(numbers) else indices[numbers // count - first]
+    def indices_of(self, source: int, first: int, end: int) -> list[Indices]:
+        """Return the indices, in its dataset, of examples of one source by their places in all its passes, pass by pass."""
+        size, orders = self.sizes[source] or 1, self.orders[source]
+        passes = range(first // size, -(-end // size))
+        return [orders.segment(n, max(first - n * size, 0), min(end - n * size, size))[1] for n in passes]
 
     def ratios(
         self, weights: Any, repeat: bool, given: Sequence[int] = (), began: Sequence[int] = ()
@@ -159,15 +175,6 @@ class Sources:
         rows = zip(ratios, given, self.ends(began), strict=True)
         return tuple(ratio if count < end else Fraction(0) for ratio, count, end in rows)
 
-    def find(self, numbers: Indices) -> tuple[Indices, Indices]:
-        """Return of each example its source, and its index there."""
-        owners, indices = numbers - numbers // len(self.inner) * len(self.inner), np.empty_like(numbers)  # % takes longer
-        for source in range(len(self.inner)):
-            rows = np.flatnonzero(owners == source)
-            if len(rows):
-                indices[rows] = self.indices_of(source, numbers[rows])
-        return owners, indices
-
     def column_gather(self) -> JointGather | None:
         """Return what gathers columns, if all datasets hold whole arrays of the same shapes and dtypes."""
         if any(epochs.members for epochs in self._epochs):
@@ -198,11 +205,24 @@ class Block:
     """The examples after an anchor that are computed at once."""
 
     anchor: Anchor
-    numbers: Indices  # by which `Sources` knows them
+    owners: Indices  # the source of each
+    slots: Indices  # as in an `Arrangement`
     following: Anchor
-    places: Sequence[Indices] = ()  # of the examples in what gathers them, once a batch is gathered
-    found: int = 0  # of how many
+    columns: Sequence[Indices] = ()  # the owners, and places in what gathers the examples, once a batch is gathered
+    found: int = 0  # of how many, if nothing is asked before a batch
 
+    def spread(self, parts: Iterable[Indices]) -> Indices:
+        """Return values of all examples in their order, of those of each source one after the other."""
+        return np.concatenate([*parts]).take(self.slots)
+
+    @cached_property
+    def numbers(self) -> Indices:
+        """Those by which `Sources` knows the examples."""
+        given, count = zip(self.anchor.given, self.following.given, strict=True), len(self.anchor.given)
+        return self.spread(np.arange(first, end) * count + source for source, (first, end) in enumerate(given))
+
+
+Piece = tuple[Block, slice]
 
 Place = tuple[Anchor, int]
 """An anchor, and a number of examples after it, fewer than are computed at once."""
@@ -278,14 +298,14 @@ class MixtureIterator(MultiprocessIterator):
         self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
         self._at: Place = self._begin(), 0
         self._changes: dict[int, Place] = {}  # by position, where the weights were changed in this process
-        self._numbers = np.empty(0, np.int64)  # of the examples of the last batch, of all ranks
+        self._owners = np.empty(0, np.int64)  # the sources of the examples of the last batch, of all ranks
         sources.seed_with(seed)
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights that hold now, of all together 1."""
+        """The weights that hold now, of all together 1; at the end each is 0."""
         weights = self._at[0].weights
-        return {name: float(weight / sum(weights)) for name, weight in zip(self.sources.names, weights, strict=True)}
+        return {name: float(weight / (sum(weights) or 1)) for name, weight in zip(self.sources.names, weights, strict=True)}
 
     def change_weights(self, weights: Weights) -> None:
         """Let other weights hold from the next batch on; nothing is lost or repeated.
@@ -306,9 +326,8 @@ class MixtureIterator(MultiprocessIterator):
     @property
     def reported(self) -> dict[str, float]:
         """The share of each source in the batch last returned, which an updater reports."""
-        sources, numbers = self.sources.names, self._numbers
-        shares = np.bincount(numbers % len(sources), minlength=len(sources)) / max(len(numbers), 1)
-        return {f"mixture/{name}": float(share) for name, share in zip(sources, shares, strict=True)}
+        counts = np.bincount(self._owners, minlength=len(self.sources.names)).tolist()
+        return {f"mixture/{name}": n / max(sum(counts), 1) for name, n in zip(self.sources.names, counts, strict=True)}
 
     @property
     def passes(self) -> dict[str, int]:
@@ -336,13 +355,12 @@ class MixtureIterator(MultiprocessIterator):
         stop = offset + self.batch_size
         # hot path: "the same, beside one array" of benchmarks/data.py. Nearly always a batch is inside a block.
         if self._blocks and (block := self._blocks[0]).anchor is anchor and stop < block.found:
-            numbers, at = block.numbers[offset:stop], (anchor, stop)
-            places = [column[offset:stop] for column in block.places]
+            at, (owners, *places) = (anchor, stop), [column[offset:stop] for column in block.columns]
         else:
-            numbers, places, at = self._next_examples()
+            owners, places, at = self._next_examples()
         if self.size > 1:
-            rows = self.rows_of_share(len(numbers))
-            is_empty = not len(numbers[rows])
+            rows = self.rows_of_share(len(owners))
+            is_empty = not len(owners[rows])
             places = [column[slice(1) if is_empty else rows] for column in places]
         try:
             if self._gather is None:
@@ -353,23 +371,30 @@ class MixtureIterator(MultiprocessIterator):
             raise not_the_end(f"a dataset of iterator {self.name!r}") from error
         if is_empty:
             batch.weight = 0
-        self._at, self._numbers, size = at, numbers, self._orders.size or 1
+        self._at, self._owners, size = at, owners, self._orders.size
         epoch, self.current_position = divmod(at[0].position + at[1], size)
         self._count_batch(epoch, epoch + self.current_position / size)
         return batch
 
     def _next_examples(self) -> tuple[Indices, list[Indices], Place]:
-        """Return the next batch of all ranks, where its examples are for what gathers them, and the place after it."""
-        segments, at = self._next_segments(self._at)
-        if not segments:
+        """Return the sources of the next batch of all ranks, its places in what gathers it, and the place after it."""
+        pieces, at = self._next_pieces(self._at)
+        if not pieces:
             raise StopIteration
-        ((_, numbers),), block, (anchor, stop) = segments, self._blocks[0], at
-        if self._gather is None:
-            return numbers, [numbers], at
-        if self._function is not None or block.anchor is not anchor or stop < len(numbers):  # it crosses the end of a block
-            return numbers, self._gather.find(*self.sources.find(numbers)), at
-        block.places, block.found = self._gather.find(*self.sources.find(block.numbers)), len(block.numbers)
-        return numbers, [column[stop - len(numbers) : stop] for column in block.places], at
+        found = [[column[rows] for column in self._columns_of(block)] for block, rows in pieces]
+        owners, *places = map(np.concatenate, zip(*found, strict=True))
+        return owners, places, at
+
+    def _columns_of(self, block: Block) -> Sequence[Indices]:
+        if (gather := self._gather) is None:
+            return [block.owners, block.numbers]
+        if not block.columns:
+            _ = self.seed
+            given = enumerate(zip(block.anchor.given, block.following.given, strict=True))
+            indices = block.spread(part for source, ends in given for part in self.sources.indices_of(source, *ends))
+            block.columns = [block.owners, *gather.find(block.owners, indices)]
+            block.found = 0 if self._function is not None else len(indices)
+        return block.columns
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
         return (MultiprocessIterator if self.n_processes else SerialIterator)._fetch_examples(self, segments)  # type: ignore
@@ -377,55 +402,55 @@ class MixtureIterator(MultiprocessIterator):
     def iterate_segments(self) -> Generator[list[Segment]]:
         """Yield the segments of each batch from here on, and advance without fetching them."""
         for ahead in count():
-            segments, self._at = self._next_segments(self._at)
-            if not segments:
+            pieces, self._at = self._next_pieces(self._at)
+            if not pieces:
                 return
+            segments: list[Segment] = [((self.seed, 0), _numbers_of(pieces))]
             yield segments if self.size == 1 else self._share_of(segments, ahead)[0]
 
-    def _next_segments(self, at: Place, length: int | None = None) -> tuple[list[Segment], Place]:
+    def _next_pieces(self, at: Place, length: int | None = None) -> tuple[list[Piece], Place]:
         """Return the examples of the batch of all ranks after a place, none at the end, and the place after them."""
-        anchor, offset = at
-        if self._function is not None:
-            anchor, offset = self._anchor(at), 0
-            weights = self.sources.ratios(_ask(self._function, anchor.position), self.repeat, anchor.given, self._start)
-            anchor = _changed(anchor, weights)
-        pieces, missing = [], self.batch_size if length is None else length
+        if self._function is not None and (self.drop_finished or any(at[0].weights)):
+            given = self._anchor(at).given if self.drop_finished else ()
+            weights = self.sources.ratios(_ask(self._function, at[0].position + at[1]), self.repeat, given, self._start)
+            if weights != at[0].weights:
+                at = _changed(self._anchor(at), weights), 0
+        pieces, missing, (anchor, offset) = [], self.batch_size if length is None else length, at
         while missing and any(anchor.weights):
             block = self._block_after(anchor, offset)
-            pieces.append(block.numbers[offset : offset + missing])
-            missing -= len(pieces[-1])
-            offset += len(pieces[-1])
-            if offset == len(block.numbers):
-                anchor, offset = block.following, 0
-        numbers = np.concatenate(pieces) if len(pieces) > 1 else pieces[0] if pieces else np.empty(0, np.int64)
-        return ([((self.seed, 0), numbers)] if len(numbers) else []), (anchor, offset)
+            rows = slice(offset, min(offset + missing, len(block.owners)))
+            if rows.stop > offset:
+                pieces.append((block, rows))
+                missing -= rows.stop - offset
+            anchor, offset = (block.following, 0) if rows.stop == len(block.owners) else (anchor, rows.stop)
+        return pieces, (anchor, offset)
 
     def _block_after(self, anchor: Anchor, offset: int) -> Block:
-        """Return a block of more than ``offset`` examples after an anchor."""
+        """Return a block of more than ``offset`` examples after an anchor, if there are as many."""
         for block in self._blocks:
-            if (block.anchor is anchor or block.anchor == anchor) and offset < len(block.numbers):
+            if (block.anchor is anchor or block.anchor == anchor) and offset < max(len(block.owners), 1):
                 return block
-        is_first = not self._blocks and offset < _FIRST_BLOCK  # a copy has no blocks, and may stand far in a long one
-        least = 1 if self._function is not None else _FIRST_BLOCK if is_first else _BLOCK
-        longest = -(-least // self.batch_size) * self.batch_size
-        since = [count - before for count, before in zip(anchor.given, anchor.changed_at, strict=True)]
-        owners, count = _shares_of(anchor.weights).sources(since, longest), len(since)
-        rows_of = [np.flatnonzero(owners == source) for source in range(count)]
-        length = longest
-        ends = self.sources.ends(self._start)
+        shares, given = _shares_of(anchor.weights), anchor.given
+        since = [count - before for count, before in zip(given, anchor.changed_at, strict=True)]
+        # As many as these weights have had, which may change soon; a copy, which has no blocks yet, may be asked for few.
+        wanted = max(min(sum(since), _BLOCK) if self._blocks else 0, self.batch_size, offset + 1)
+        step = math.lcm(self.batch_size, shares.period)  # after which the arrangement is the same
+        step = step if step <= wanted else self.batch_size
+        longest = -(-wanted // step) * step
+        owners, slots, counts = shares.arrange(since, longest + (not self.repeat))  # one more, which may be missing
+        ends, length, missing = self.sources.ends(self._start), longest, []
         if not self.repeat:  # up to the first example that is not there
-            left = [end - given for end, given in zip(ends, anchor.given, strict=True)]
-            length = min([length, *(int(rows[n]) for rows, n in zip(rows_of, left, strict=True) if len(rows) > n)])
-        numbers, given = np.empty(longest, np.int64), []
-        for source, rows in enumerate(rows_of):
-            numbers[rows] = (anchor.given[source] + np.arange(len(rows))) * count + source
-            given.append(anchor.given[source] + int(rows.searchsorted(length)))
-        following = Anchor(anchor.position + length, tuple(given), anchor.changed_at, anchor.weights)
-        if length < longest:
+            left = [end - count for end, count in zip(ends, given, strict=True)]
+            missing = [int(np.flatnonzero(owners == n)[left[n]]) for n, count in enumerate(counts) if count > left[n]]
+            length = min([longest, *missing])
+            owners, slots, counts = _arrange(owners[:length], len(counts))
+        given = tuple(map(operator.add, given, counts))
+        following = Anchor(anchor.position + length, given, anchor.changed_at, anchor.weights)
+        if missing:
             stays = [self.drop_finished and count < end for count, end in zip(given, ends, strict=True)]
             weights = tuple(weight * goes_on for weight, goes_on in zip(anchor.weights, stays, strict=True))
             following = _changed(following, weights)
-        block = Block(anchor, numbers[:length], following)
+        block = Block(anchor, owners, slots, following)
         self._blocks = [block, *self._blocks[:1]]
         return block
 
@@ -439,10 +464,8 @@ class MixtureIterator(MultiprocessIterator):
         anchor, offset = self._at if at is None else at
         if not offset:
             return anchor
-        count = len(anchor.given)
-        more = np.bincount(self._block_after(anchor, offset).numbers[:offset] % count, minlength=count).tolist()
-        given = tuple(before + n for before, n in zip(anchor.given, more, strict=True))
-        return replace(anchor, position=anchor.position + offset, given=given)
+        more = np.bincount(self._block_after(anchor, offset).owners[:offset], minlength=len(anchor.given)).tolist()
+        return replace(anchor, position=anchor.position + offset, given=tuple(map(operator.add, anchor.given, more)))
 
     def reset(self) -> None:
         sizes = self.sources.sizes
@@ -470,15 +493,15 @@ class MixtureIterator(MultiprocessIterator):
         start = self._changes.get(start[0].position + start[1], start)
         end, numbers = stop[0].position + stop[1], [np.empty(0, np.int64)]
         while (left := end - start[0].position - start[1]) > 0:
-            segments, start = self._next_segments(start, min(left, self.batch_size))
-            if not segments:
+            pieces, start = self._next_pieces(start, min(left, self.batch_size))
+            if not pieces:
                 return None
-            numbers.append(segments[0][1])
+            numbers.append(_numbers_of(pieces))
         return np.concatenate(numbers) if left == 0 else None
 
     def names_of(self, indices: Indices) -> list[Any]:
-        found = zip(*[column.tolist() for column in self.sources.find(indices)], strict=True)
-        return [f"{self.sources.names[owner]}[{index}]" for owner, index in found]
+        found = map(self.sources.find, indices.tolist())
+        return [f"{self.sources.names[source]}[{index}]" for source, _, index in found]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_blocks": []}
@@ -526,6 +549,10 @@ class MixtureIterator(MultiprocessIterator):
 def _changed(anchor: Anchor, weights: tuple[Fraction, ...]) -> Anchor:
     """Return an anchor at the same position from which other weights hold, and shares are counted anew."""
     return anchor if weights == anchor.weights else replace(anchor, changed_at=anchor.given, weights=weights)
+
+
+def _numbers_of(pieces: Iterable[Piece]) -> Indices:
+    return np.concatenate([block.numbers[piece] for block, piece in pieces])
 
 
 def _ask(function: Any, position: int) -> Weights:
