@@ -156,3 +156,25 @@ def test_batches_that_grow_and_running_averages_are_the_same_on_two_ranks(tmp_pa
 def seeded(comm, out):
     torch.manual_seed(0)
     return growing(comm, out)
+
+
+def averaged(comm, out, stop):
+    """The rows of a run whose ranks see other values, which continues the one in ``out``."""
+    torch.manual_seed(0)
+    model = Line()
+    updater = training.StandardUpdater(SerialIterator(DATA, 4), torch.optim.SGD(model.parameters(), 1e-3), model, comm=comm)
+    trainer = training.Trainer(updater, (stop, "iteration"), out=out)
+    trainer.extend(extensions.RunningAverage("main/loss", trigger=(1, "iteration")))
+    trainer.extend(extensions.snapshot(autoload=True), trigger=(3, "iteration"))
+    trainer.extend(log := extensions.LogReport(trigger=(1, "iteration")))
+    trainer.run()
+    return [row["main/loss/average"] for row in log.log]
+
+
+def test_a_running_average_of_ranks_that_see_other_values_resumes_to_the_same_bits(tmp_path):
+    """Each continues its own; on another number of ranks the average goes on from their mean."""
+    whole, _ = on_ranks(2, averaged, str(tmp_path / "whole"), 8)
+    on_ranks(2, averaged, str(tmp_path / "cut"), 3)
+    assert on_ranks(2, averaged, str(tmp_path / "cut"), 8) == [whole, whole]
+    on_ranks(2, averaged, str(tmp_path / "fewer"), 3)
+    assert averaged(None, str(tmp_path / "fewer"), 8) == pytest.approx(whole, rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -198,7 +199,7 @@ class RunningAverage(Extension):
 
     It adds the value in each iteration in which it is reported, and reads it from its device only to save it. The value of
     k reports ago has the weight ``decay ** k``; weights are divided by their sum, so that the first ones are no exception.
-    Each rank averages what it reports, and the log has the mean over the ranks.
+    Each rank averages what it reports, and the log has the mean over the ranks, from which another number of ranks goes on.
 
     Example::
 
@@ -246,9 +247,19 @@ class RunningAverage(Extension):
             report({self.result_key: self._sum / self._weight})
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        saved_key, *saved = serializer("key", self.key), serializer("sum", self._sum), serializer("weight", self._weight)
-        if not isinstance(serializer, Serializer):  # settings are never state: the sum of other values says nothing
-            self._sum, self._weight = saved if saved_key == self.key else (0.0, 0.0)
+        comm, ranks = serializer.comm, [[self._sum, self._weight]]
+        if isinstance(serializer, Serializer) and comm.size > 1 and not comm.survives:  # whose ranks all have the same
+            ranks = comm.gather_object([self._sum.cpu() if isinstance(self._sum, Tensor) else self._sum, self._weight])
+        saved_key, ranks = serializer("key", self.key), serializer("ranks", ranks)
+        if isinstance(serializer, Serializer):
+            return
+        if saved_key != self.key:  # settings are never state: the sum of other values says nothing
+            self._sum, self._weight = 0.0, 0.0
+        elif len(ranks) == comm.size:
+            self._sum, self._weight = ranks[comm.rank]
+        else:
+            is_shared = all(rank == ranks[0] for rank in ranks)  # as with virtual ranks
+            self._sum, self._weight = ranks[0] if is_shared else map(fmean, zip(*ranks, strict=True))
 
 
 def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
