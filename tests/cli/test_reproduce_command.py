@@ -125,7 +125,8 @@ def test_a_run_of_uncommitted_code_is_made_again_with_the_same_bits(place, capsy
     """Though the code, the commit and the imported file are others now; in the run's directory nothing is changed."""
     commit()
     (place / "sizes.py").write_text("SCALE = 3.0\n")
-    (place / "train.py").write_text(SCRIPT.replace("scale = 1.0", "from sizes import SCALE as scale"))
+    text = SCRIPT.replace("scale = 1.0", "from sizes import SCALE as scale")
+    (place / "train.py").write_text(text.replace("out=arguments.out", "out=arguments.out, config=vars(arguments)"))
     train("--out", str(place / "result"))
     (place / "train.py").write_text("raise SystemExit('other code')\n")
     (place / "sizes.py").write_text("SCALE = 4.0\n")
@@ -135,6 +136,7 @@ def test_a_run_of_uncommitted_code_is_made_again_with_the_same_bits(place, capsy
     status, shown = reproduced(capsys, "--here", "--out", str(place / "again"), "result")
     assert status == 0, shown
     assert shown.startswith("the same bits, up to iteration 20")
+    assert "settings that differ" not in shown  # though the argument --out was another one
     assert content_of("result") == before
     assert json.loads((place / "again" / "run.json").read_text())["reproduction"]["source"]["files"] == {
         "sizes.py": "SCALE = 3.0\n"
@@ -398,6 +400,7 @@ def test_the_recorded_versions_are_installed_into_an_environment(place, monkeypa
     status, shown = reproduced(capsys, "result")
     assert status == (2 if is_yanked else 0), shown
     assert not is_yanked or "tinyscale==1.0" in shown
+    assert "distributions.pip" not in shown  # of which a new environment has its own
     assert "installed into a new environment, which takes minutes; --here needs none" in shown
 
 

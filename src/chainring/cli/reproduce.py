@@ -28,6 +28,7 @@ from chainring.testing.replay import NoReplay
 from chainring.training._provenance import distributions, provenance
 
 _MOST_SHOWN = 8
+_ANOTHER = ("argv", "distributions.pip", "distributions.uv")  # than the run's, and not what computes it
 _HELP = """
 Make a run again from its record, run.json, and compare the two bit for bit:
 the commit with the difference that the work tree had to it, the arguments,
@@ -83,7 +84,8 @@ def reproduce(options: argparse.Namespace) -> int:
             attempt.make(attempt.until)
             made = FinishedRun.open(out)
             comparison = compare_runs(recorded, made)
-            comparison.settings.pop("argv", None)
+            for name in [name for name, (_, now) in comparison.settings.items() if name in _ANOTHER or now == out]:
+                del comparison.settings[name]
             status, answer = _judge(comparison, made, attempt, recorded.last)
             is_kept, notes = is_kept or status == 1, attempt.notes
             if status == 1:
