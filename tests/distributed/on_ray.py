@@ -55,6 +55,6 @@ if __name__ == "__main__":
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "90",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
     }
     main(*sys.argv[1:])

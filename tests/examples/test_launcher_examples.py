@@ -19,6 +19,7 @@ FOLDER = EXAMPLES / "distributed"
 def launch(place, *command):
     """What a launcher has printed, started in a directory."""
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "CUDA_VISIBLE_DEVICES": ""}
+    variables["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "600"
     environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, *map(str, command)]
