@@ -252,13 +252,15 @@ class AppendOnly:
 
     A snapshot beside the file has these three in place of the bytes: it does not grow with the file. More bytes may follow
     in the file, of updates after the snapshot, or a tail that the next write replaces. Without a path, as in a run in
-    memory, the bytes are in ``content``; of a file that another process appends to, the last that it was given.
+    memory, the bytes are in ``content``; of a file that another process appends to, the last that it was given, or if it
+    ``keeps`` them all that it was given.
     """
 
     path: Path | None = None
     size: int = 0
     crc: int = 0
     content: bytes = b""
+    keeps: bool = False
 
     @classmethod
     def of(cls, content: bytes) -> Self:
@@ -353,7 +355,8 @@ class AppendOnly:
         """
         if self.path is None:
             if counts:
-                self.size, self.crc, self.content = self.size + len(content), zlib.crc32(content, self.crc), content
+                self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
+                self.content = self.content + content if self.keeps else content
             return
         descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:

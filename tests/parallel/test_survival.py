@@ -1,7 +1,6 @@
 """Ranks that go on in their processes when others are lost: to the bits and rows of the run that loses none."""
 
 import json
-import multiprocessing
 import os
 import signal
 from datetime import timedelta
@@ -20,36 +19,9 @@ from chainring.parallel import create_communicator
 from chainring.training import extensions
 from chainring.writers import CsvWriter, TensorBoardWriter, Writer
 from ports import free_port
+from survivors import end_of
 
 EXAMPLES = [(torch.linspace(0, 1 + i % 3, 4), i % 3) for i in range(24)]
-
-
-def live(rank, size, where, before, function, *arguments):
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", **where}
-    os.environ.update({name: str(value) for name, value in where.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
-    torch.set_num_threads(1)
-    before(rank)
-    function(create_communicator("cpu", survive=True), *arguments)
-
-
-def end_of(size, function, *arguments, told=lambda port: {"MASTER_PORT": port}, before=int):
-    """How each of some ranks ends, whose store is in this process as that of torchrun is in its agent, as they are told.
-
-    ``before`` is called with each rank before it meets the others.
-    """
-    context = multiprocessing.get_context("forkserver")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = told(store.port)
-    ranks = [context.Process(target=live, args=(rank, size, where, before, function, *arguments)) for rank in range(size)]
-    for rank in ranks:
-        rank.start()
-    try:
-        for rank in ranks:
-            rank.join(60)
-        return [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
 
 
 class Killing(Writer):

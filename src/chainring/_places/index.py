@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -154,6 +154,8 @@ class Index:
 
     A thread replaces it every ``period`` seconds, unless that is ``None``, and nobody else takes it for ``seconds`` then. A
     process that this one forks has no part in it. The ``clock`` returns seconds, also those for which the machine slept.
+    Processes that were ``lost``, given by number and host, are waited for: one that is not known to have ended may go on to
+    write for as long as it can hold the index.
 
     Raises:
         BlockingIOError: another run holds it; the error names its process and host, and how long to wait.
@@ -167,6 +169,7 @@ class Index:
         seconds: int = SECONDS,
         period: float | None = PERIOD,
         clock: Callable[[], float] = _seconds_since_boot,
+        lost: Collection[tuple[int, str]] = (),
     ) -> None:
         self._bucket, self._clock = bucket, clock
         self._address = f"{bucket.url}/{KEY}"
@@ -175,11 +178,11 @@ class Index:
         self._lost: str | None = None
         self._loss_was_raised = self._was_released = False
         self._replaced = 0.0
-        self.record, self._tag = self._take(seconds)
+        self.record, self._tag = self._take(seconds, lost)
         if period is not None:
             threading.Thread(target=self._keep, args=(period,), name="chainring-index", daemon=True).start()
 
-    def _take(self, seconds: int) -> tuple[Record, Tag]:
+    def _take(self, seconds: int, lost: Collection[tuple[int, str]]) -> tuple[Record, Tag]:
         """Put the first record of a new holder; return it, and the state of the object then."""
         for _ in range(_TRIES):
             stored = _read(self._bucket)
@@ -187,6 +190,9 @@ class Index:
             if stored is not None:
                 earlier = Record.parse(stored.content, self._address)
                 if (left := _seconds_left(self._bucket, earlier, stored)) > 0:
+                    if (earlier.pid, earlier.host) in lost:
+                        time.sleep(left)
+                        continue
                     raise BlockingIOError(
                         f"{self._bucket.url} is being written by another run: {earlier.writer}, which has a lease for "
                         f"another {left} s and may renew it. Wait for it to end, or so long if it was killed; or choose "

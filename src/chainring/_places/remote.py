@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -51,19 +51,25 @@ class RemotePlace(Place):
         self._states: dict[str, Tag | None] | None = None
         self._record: Record | None = None
 
-    def claim(self, folder: str | os.PathLike[str]) -> None:
+    def claim(self, folder: str | os.PathLike[str], lost: Collection[tuple[int, str]] = ()) -> None:
         """Take the place for this process, and copy the files beside the snapshots into a directory.
 
-        See `Bucket.check_conditions`, `Index` and `Mirror` for what may be in the way.
+        See `Bucket.check_conditions`, `Index` and `Mirror` for what may be in the way, and for processes that were ``lost``.
         """
         self.bucket.check_conditions()
-        self.index = Index(self.bucket)
+        self.index = Index(self.bucket, lost=lost)
         try:
             self._mirror = Mirror(self.bucket, folder, self.index)
             self._mirror.fetch()
         except BaseException:
             self.index.release()
             raise
+
+    def put(self) -> None:
+        """Put the files into the store that have changed, as far as it answers; they are tried again."""
+        assert self._mirror is not None
+        with suppress(RemoteError):
+            self._mirror.put()
 
     def release(self) -> None:
         """Put the last files into the store, and let other runs write there; an error says where they are."""
@@ -160,9 +166,8 @@ class RemotePlace(Place):
             self.index.change(snapshots={name: digest_of(manifest)})
         if self._states is not None:
             self._states[name] = tag
-        if self._mirror is not None:
-            with suppress(RemoteError):  # they are tried again, and what the snapshot refers to is there
-                self._mirror.put()
+        if self._mirror is not None:  # what the snapshot refers to is there
+            self.put()
 
     def discard(self, draft: str) -> None:
         with suppress(OSError):  # the next run removes it

@@ -85,17 +85,6 @@ class Run:
         if trainer.comm.survives and getattr(trainer.updater, "virtual_ranks", None) is not None:
             _share_generators(trainer)  # now, since rank 0 may be lost before the first update
         if trainer.comm.is_main:  # the only rank that writes there
-            if trainer.url is not None:
-                from chainring._places.remote import RemotePlace  # which few programs need
-
-                if trainer.comm.survives:
-                    raise ValueError(
-                        "with create_communicator(survive=True) rank 0 may be lost, and no other takes its place so far in "
-                        "an object store: give Trainer(out=) a directory that all machines see"
-                    )
-                self._remote = RemotePlace(trainer.url)
-                self._remote.claim(trainer.out)
-                self.store = Snapshots(self._remote)
             self._take_directory(trainer)
         if several:
             from chainring.training import _agreement  # which few programs need
@@ -111,6 +100,12 @@ class Run:
 
     def _take_directory(self, trainer: Trainer) -> None:
         """Let this process write in ``out``, unless it does already."""
+        if trainer.url is not None and self._remote is None:
+            from chainring._places.remote import RemotePlace  # which few programs need
+
+            remote = RemotePlace(trainer.url)
+            remote.claim(trainer.out, trainer.comm.lost)
+            self._remote, self.store = remote, Snapshots(remote)
         self.store, tell = trainer.store, trainer.interruption.request_commands
         try:
             self._directory = self._directory or RunDirectory(trainer.out, self.store, tell, trainer.comm.lost)
@@ -127,9 +122,10 @@ class Run:
 
     def open_again(self, trainer: Trainer, start: Callable[[Trainer], None]) -> None:
         """Start the run; if ranks are lost before the others have loaded its state, start it again from the beginning."""
-        loaded, record = copy.copy(self.loaded_state), Path(trainer.out, RECORD)
-        if trainer.comm.survives and record.is_file():
-            self._earlier_record = record.read_bytes()  # rank 0 writes it when all have loaded
+        loaded = copy.copy(self.loaded_state)
+        if trainer.comm.survives:
+            with suppress(FileNotFoundError):
+                self._earlier_record = trainer.store.files.read(RECORD)  # rank 0 writes it when all have loaded
         while True:
             try:
                 return start(trainer)
@@ -221,7 +217,7 @@ class Run:
             ended = _try_call("finalize of the updater", ended, getattr(trainer.updater, "finalize", lambda: None))
             if self._directory is not None:
                 ended = _try_call("the digest of the examples in run.json", ended, self._directory.digest_examples)
-            if self._remote is not None:
+            if self._remote is not None and not isinstance(ended, RanksLost):
                 ended = _try_call(f"the last files of {trainer.url}", ended, self._remote.release)
             if not isinstance(ended, RanksLost):
                 ended = _try_call("the end of the run", ended, trainer.comm.end)
@@ -301,6 +297,8 @@ class Run:
             if entry not in self._initialized:
                 self._initialized.append(entry)
         trainer.extension_name = None
+        if self._remote is not None and trainer.comm.survives:
+            self._remote.put()  # what another rank 0 could not know, such as the ids of runs in services
 
     def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> list[dict[str, Any]]:
         """Move away in ``out`` what belongs to other runs, and record this start there; return the commands recorded."""

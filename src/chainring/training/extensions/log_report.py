@@ -133,7 +133,7 @@ class LogReport(Extension):
     def initialize(self, trainer: Trainer) -> None:
         out, is_main = Path(trainer.out), trainer.comm.is_main
         if is_main or trainer.comm.survives:  # any rank may have to go on with the files
-            self._media.begin(trainer.reporter, out if is_main else None, is_rehearsing=trainer.is_rehearsing)
+            self._media.begin(trainer, out if is_main else None)
         self._rows.begin(out, writes=is_main)
         # A rehearsal or a replay leaves the writers alone: what they show to others could not be put back.
         is_alone = trainer.is_rehearsing or trainer.is_replaying
@@ -378,12 +378,13 @@ class _Media:
         self._reporter: Reporter | None = None
         self._file = AppendOnly()
 
-    def begin(self, reporter: Reporter, out: Path | None, *, is_rehearsing: bool) -> None:
-        """Listen to a reporter, and cut the file in ``out`` back to the earlier rows; without it, another rank has that."""
-        self._reporter = reporter
-        reporter.media_watchers += (self._add,)
-        if is_rehearsing:  # in a scratch directory
+    def begin(self, trainer: Trainer, out: Path | None) -> None:
+        """Listen to what is reported, and cut the file in ``out`` back to the earlier rows; without it, another rank has that."""
+        self._reporter = trainer.reporter
+        self._reporter.media_watchers += (self._add,)
+        if trainer.is_rehearsing:  # in a scratch directory
             self._file = AppendOnly()
+        self._file.keeps = trainer.url is not None  # another rank 0 may find an older state of an object
         if self._filename is not None and out is not None:
             self._file.path = path = out / self._filename
             if self._file.size:

@@ -113,7 +113,7 @@ class Recorder(Extension):
                 set_rows_aside(path)
             self._file.begin(path, loss="the recorder continues without its earlier iterations")
         else:
-            self._file.path = None
+            self._file.path, self._file.keeps = None, trainer.url is not None  # an object may be an older state
         if trainer.comm.is_main or trainer.comm.survives:  # any rank may have to go on with the file
             if not self._file.size:
                 self._file.append(HEAD)

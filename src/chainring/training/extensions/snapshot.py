@@ -426,6 +426,12 @@ class ModelFile(Snapshot):  # snapshots record this name as the class of the ext
             if any(map(is_sharded, tensors.values())):  # written at once: the next update would change it
                 self._guard(lambda: save_tensors(path, tensors, path.name))
                 return None
+            if trainer.comm.survives:  # nobody could write it later, if rank 0 is lost before it is there
+                if trainer.comm.is_main:
+                    self._guard(lambda: save_tensors(path, tensors))
+                    trainer.store.files.persist(path)
+                trainer.comm.barrier()
+                return None
             if not trainer.comm.is_main:
                 return None
             staged = self._staging.copy(tensors) if self.asynchronous or is_changed else tensors
