@@ -115,7 +115,7 @@ def train(
     **settings,
 ):
     """All bits that a run has made, what it has warned of, and the error that has ended it."""
-    faults = [Fault(*fault) for fault in faults]
+    faults = [Fault(*fault) if isinstance(fault, tuple) else fault for fault in faults]
     made = {}
 
     def comes(place, number):

@@ -75,6 +75,7 @@ class Options:
         own_core: whether an ``update_core`` of its own takes two batches and steps with two optimizers.
         two: whether two optimizers step one after the other, each a part of the model.
         balance: how virtual ranks are dealt.
+        audit: how many of them are computed twice in an update.
         extended: whether there are extensions that compute from parameters and reported values.
         across: whether the next epoch completes an update that the end of an epoch is inside of.
         optimizer: the class of PyTorch's, where there is one.
@@ -107,6 +108,7 @@ class Options:
     own_core: bool = False
     two: bool = False
     balance: str = "even"
+    audit: int = 0
     extended: bool = False
     across: bool = True
     optimizer: str = "Adam"
@@ -428,6 +430,7 @@ def build(options, comm, place):
         accumulate_across_epochs=options.across,
         virtual_ranks=options.virtual_ranks,
         balance=options.balance,
+        audit=options.audit,
     )
     stop = (options.iterations, "iteration") if options.repeat else None
     trainer = training.Trainer(updater, stop, out=options.url or f"{place}/out")

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from torch.distributed import TCPStore
 
-from chainring import iterators, report_histogram, report_image, report_text, training
+import audits
+from chainring import iterators, report, report_histogram, report_image, report_text, training
 from chainring._distributed.communicator import Communicator, RanksLost
 from chainring.nn import Classifier
 from chainring.parallel import create_communicator
@@ -566,3 +567,115 @@ def test_what_could_not_go_on_is_refused_by_the_updater(tmp_path):
     """A module that exchanges by itself would do so with the ranks that were lost."""
     assert end_of(2, with_exchanges_in_a_forward, tmp_path) == [0, 0]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+class Death:
+    """Ends a rank when it computes a virtual rank in an update for the given time."""
+
+    def __init__(self, rank, iteration, number, time):
+        self.moment, self.left = (rank, iteration, number), time
+
+    def comes(self, place, comm, iteration, number):
+        if comm is None or place != "activation" or self.moment != (int(os.environ["RANK"]), iteration, number):
+            return False
+        self.left -= 1
+        return not self.left
+
+    def flip(self, tensor):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def audited(comm, out, *faults):
+    faults = [fault for fault in faults if isinstance(fault, Death) or fault[1] == int(os.environ["RANK"])]
+    bits, said, error = audits.train(comm, f"{out}/run", *faults, audit=audits.COUNT, snapshots=3)
+    if comm is None or comm.rank == 0:
+        torch.save((bits, len(said), error), f"{out}/bits")
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "time", "faults"),
+    [(0, 0, 1, ()), (0, 3, 1, ()), (0, 3, 2, [("gradient", 1, 4, 3)]), (2, 3, 1, [("gradient", 1, 4, 3)])],
+    ids=["its own", "the second", "the third, of the auditor", "the third, of another"],
+)
+def test_audited_updates_begin_again(tmp_path, rank, number, time, faults):
+    """A rank is lost in a computation of a virtual rank: an audit goes on by the deal of the others, and gives no alarm."""
+    for name in ("alone", "three"):
+        (tmp_path / name).mkdir()
+    audited(None, tmp_path / "alone")
+    codes = end_of(3, audited, tmp_path / "three", *faults, Death(rank, 4, number, time))
+    assert codes == [-signal.SIGKILL if each == rank else 0 for each in range(3)]
+    assert torch.load(tmp_path / "three" / "bits") == torch.load(tmp_path / "alone" / "bits")
+    alone, three = ((tmp_path / name / "run" / "recorder.bin").read_bytes() for name in ("alone", "three"))
+    assert three == alone
+
+
+class Right:
+    """A metric: how many predictions are right, and of how many."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.right, self.count = torch.zeros((), dtype=torch.int64), 0
+
+    def add(self, scores, t):
+        self.right, self.count = self.right + (scores.argmax(1) == t).sum(), self.count + len(t)
+
+    def compute(self):
+        return self.right / self.count
+
+
+class Counting(Classifier):
+    """Counts by a metric of its own: in training too, which it reports where ``reports`` says so."""
+
+    def __init__(self, reports):
+        super().__init__(nn.Linear(4, 3))
+        self.metric, self.reports = Right(), reports
+
+    def forward(self, x, t):
+        self.metric.add(self.predictor(x), t)
+        if self.reports or not self.training:
+            report({"right": self.metric}, self)
+        return super().forward(x, t)
+
+
+def count_right(comm, out, dying=None, reports=False, refusal=None):
+    torch.manual_seed(0)
+    model, outer = Counting(reports), Right()
+    if refusal is not None and not reports:
+        outer.sync = print  # as those of torchmetrics
+    iterator = iterators.SerialIterator(EXAMPLES, 8, shuffle=True, seed=0)
+    updater = training.StandardUpdater(iterator, torch.optim.Adam(model.parameters()), model, comm=comm, virtual_ranks=4)
+    trainer = training.Trainer(updater, (6, "iteration"), out=str(out))
+    held_out = Dying(15 if comm is not None and comm.rank == dying else -1)  # in the second evaluation
+
+    def evaluate(x, t):
+        outer.add(model.predictor(x), t)
+        report({"outer": outer})
+        return model(x, t)
+
+    held = iterators.SerialIterator(held_out, 6, repeat=False, shuffle=False)
+    trainer.extend(extensions.Evaluator(held, model, eval_func=evaluate), trigger=(2, "iteration"))
+    trainer.extend(extensions.LogReport(trigger=(2, "iteration")))
+    with nullcontext() if refusal is None else pytest.raises((ValueError, RuntimeError), match=refusal):
+        trainer.run()
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_metrics_of_an_interrupted_evaluation_count_again_from_its_start(tmp_path, dying):
+    """That of the model, and one of the script."""
+    count_right(None, tmp_path / "alone")
+    assert end_of(3, count_right, tmp_path / "three", dying).count(-signal.SIGKILL) == 1
+    rows = rows_of(tmp_path / "alone")
+    assert rows_of(tmp_path / "three") == rows
+    assert {"validation/main/right", "validation/outer"} <= rows[-1].keys()
+
+
+@pytest.mark.parametrize(
+    ("reports", "refusal"),
+    [(True, "has counted for the metric 'main/right'"), (False, "'outer' .Right. would exchange .* sync_on_compute=False")],
+    ids=["counts while the model trains", "exchanges by itself"],
+)
+def test_a_metric_whose_counts_would_be_lost_is_refused(tmp_path, reports, refusal):
+    """By name and with a remedy: no other rank has what the lost one has counted, or all wait for it."""
+    assert end_of(2, count_right, tmp_path, None, reports, refusal) == [0, 0]

@@ -47,7 +47,7 @@ class Showing(Classifier):
 
 
 class Fatal(training.Extension):
-    """Kills its process when it is initialized, after an iteration, or at the end of the run."""
+    """Kills its process when it is initialized, after an iteration, or at the end of the run, where others wait for it."""
 
     trigger = (1, "iteration")
     priority = -200
@@ -56,6 +56,7 @@ class Fatal(training.Extension):
         self.at = at
 
     def initialize(self, trainer):
+        self.comm, self.url = trainer.comm, trainer.url
         self(trainer)
 
     def __call__(self, trainer):
@@ -65,6 +66,8 @@ class Fatal(training.Extension):
     def finalize(self):
         if self.at == "end":
             die()
+        assert read_record(Bucket(self.url)).is_held
+        self.comm.barrier()
 
 
 def break_put(at):
@@ -89,7 +92,7 @@ def train(comm, url, moments=(), iterations=12):
     trainer = training.Trainer(updater, (iterations, "iteration"), url)
     trainer.extend(extensions.Evaluator(iterators.SerialIterator(EXAMPLES, 6, repeat=False, shuffle=False), model))
     writers = [CsvWriter(), TensorBoardWriter(), Killing(at[0] if isinstance(at, tuple) else -1)]
-    trainer.extend(extensions.LogReport(trigger=(2, "iteration"), writers=writers))
+    trainer.extend(extensions.LogReport(trigger=(1, "iteration"), writers=writers))
     trainer.extend(extensions.Recorder((3, "iteration")))
     trainer.extend(extensions.snapshot(autoload=True), trigger=(4, "iteration"))
     trainer.extend(extensions.snapshot_object(model, "model_{.updater.iteration}"), trigger=(3, "iteration"))
@@ -126,32 +129,25 @@ def found(url, tmp_path):
 @pytest.mark.parametrize(
     ("moments", "saved"),
     [
-        ({0: 5}, 0),
-        ({1: 5}, 0),
         ({0: 7, 1: 10}, 0),
         ({0: (6,)}, 0),
         ({0: "snapshot_iter_8"}, 0),
         ({0: "model_6"}, 0),
         ({0: 0}, 0),
-        ({0: 4}, 4),
+        ({0: 5}, 4),
         ({0: "end", 1: "end"}, 0),
+        ({2: "end"}, 0),
     ],
-    ids=str,
+    ids=["iterations", "row", "snapshot", "model", "start", "resumed", "end", "other"],
 )
 def test_the_lease_moves_with_the_files_of_the_run(s3, tmp_path, moments, saved):
     """Nothing that a lost rank 0 had not put is missing or there twice: rows, media, records, models, snapshots."""
-    codes = []
-    for name in ("alone", "three"):
-        url = f"{s3}/{name}"
-        if saved:
-            train(None, url, iterations=saved)
-        if name == "alone":
-            train(None, url)
-        else:
-            codes = end_of(3, train, url, list(moments.items()))
+    for name in ("alone", "three") if saved else ():
+        train(None, f"{s3}/{name}", iterations=saved)
+    train(None, f"{s3}/alone")
+    codes = end_of(3, train, f"{s3}/three", list(moments.items()))
     assert codes == [-signal.SIGKILL if rank in moments else 0 for rank in range(3)]
-    alone, three = (found(f"{s3}/{name}", tmp_path) for name in ("alone", "three"))
-    assert three == alone
+    assert found(f"{s3}/three", tmp_path) == found(f"{s3}/alone", tmp_path)
     starts = json.loads(Bucket(f"{s3}/three").get("run.json").content)["starts"]
     assert starts[-1]["lost"].startswith("rank ")
 

@@ -158,7 +158,14 @@ def _over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
 
 
 def check_exchange(metrics: Mapping[str, Any], comm: Communicator) -> None:
-    """Refuse metrics that exchange what they have counted over all ranks, where some of these see the same rows."""
+    """Refuse metrics that exchange what they have counted, where some ranks see the same rows, or may be lost."""
+    for key, metric in metrics.items() if comm.survives else ():
+        if exchanges(metric):
+            raise ValueError(
+                f"with create_communicator(survive=True) the metric {key!r} ({type(metric).__name__}) would exchange what "
+                "it has counted with a rank that may be lost meanwhile: give it sync_on_compute=False, if it counts in "
+                "whole numbers, with virtual_ranks; or report a value of each batch, of which the mean is taken"
+            )
     for key, metric in metrics.items() if comm.world.size > comm.size else ():
         for part in parts_of(metric) if exchanges(metric) else ():
             group = getattr(part, "process_group", None)

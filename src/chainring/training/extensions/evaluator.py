@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from chainring import _random
 from chainring._checks import find_call_error, is_integer, plain
-from chainring._distributed.communicator import Communicator, as_communicator, device_of_rank
+from chainring._distributed.communicator import Communicator, RanksLost, as_communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Deal
 from chainring._hints import EVALUATION, hinting
@@ -229,6 +229,7 @@ class Evaluator(Extension):
         precision = Precision(precision_name, models)
 
         have_weights: list[bool] = []  # of each forward
+        counting: dict[str, Any] = {}  # the metrics that were reported, where ranks may be lost
 
         def forward(batch: Any, shows: bool = True) -> tuple[dict[str, Any], Any]:
             observation: dict[str, Any] = {}
@@ -236,6 +237,8 @@ class Evaluator(Extension):
             with reporter.scope(observation), precision.autocast():
                 loss_weight, examples = self._evaluate_batch(batch, loss_func), count_examples(batch)
             have_weights.append(loss_weight is not None)
+            if self._comm.survives:
+                counting.update((key, value) for key, value in observation.items() if is_metric(value))
             return observation, require_count(examples) if loss_weight is None or examples == 0 else loss_weight
 
         summary, is_shown = DictMeans(set()), self.progress_bar and self._comm.is_main
@@ -255,6 +258,10 @@ class Evaluator(Extension):
                 if self._comm.survives:  # the rank that has seen the images may be lost before they are in a log
                     self._media = self._comm.broadcast_object(self._media)
                 means = summary.compute_mean()
+        except RanksLost:  # all is evaluated again
+            for metric in counting.values():
+                metric.reset()
+            raise
         finally:
             self._share(Communicator())
             for module, training in modes:

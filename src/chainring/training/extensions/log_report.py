@@ -379,7 +379,7 @@ class _Media:
         self._file = AppendOnly()
 
     def begin(self, trainer: Trainer, out: Path | None) -> None:
-        """Listen to what is reported, and cut the file in ``out`` back to the earlier rows; without it, another rank has that."""
+        """Listen to what is reported, and cut the file in ``out`` back to the earlier rows; another rank has it without."""
         self._reporter = trainer.reporter
         self._reporter.media_watchers += (self._add,)
         if trainer.is_rehearsing:  # in a scratch directory

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Node, fold
 from chainring.datasets._batches import require_count
-from chainring.reporting._metrics import list_metrics
 from chainring.reporting.reporter import current_observation
 from chainring.reporting.summary import weighted_means
 from chainring.training.updaters._means import WeightedMean
@@ -23,7 +22,7 @@ from chainring.training.updaters._virtual_state import pair_with_weight
 from chainring.training.updaters.callbacks import keeping
 
 
-def check_survival(models: Mapping[str, nn.Module], virtual_ranks: int | None, audit: Any) -> None:
+def check_survival(models: Mapping[str, nn.Module]) -> None:
     """Refuse what could not go on, or not with the same numbers, when ranks are lost."""
     modules = [module for model in models.values() for module in model.modules()]
     reason = None
@@ -34,10 +33,6 @@ def check_survival(models: Mapping[str, nn.Module], virtual_ranks: int | None, a
         reason += "the updater exchanges"
     elif any(isinstance(module, nn.SyncBatchNorm) for module in modules):
         reason = "SyncBatchNorm keeps to the ranks with which the run has begun: take nn.BatchNorm"
-    elif list_metrics(models.values()):
-        reason = "what a metric object in a model has counted is not put back so far: report a value of each batch"
-    elif audit:
-        reason = "what an audit has found is not put back so far: leave audit out"
     if reason is not None:
         raise ValueError(f"with create_communicator(survive=True) ranks go on when others are lost, and {reason}")
 

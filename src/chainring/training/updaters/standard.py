@@ -266,7 +266,7 @@ class StandardUpdater(Updater):
             from chainring.training.updaters._survival import SurvivingMean, check_survival  # which few programs need
 
             mean = SurvivingMean
-            check_survival(scheme.models, self.virtual_ranks, scheme.audit)
+            check_survival(scheme.models)
         has_closures = any(map(needs_closure, scheme.optimizers.values()))
         if has_closures and scheme.precision.scaler and not scheme.has_own_core:
             raise ValueError(NO_FP16)
