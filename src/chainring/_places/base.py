@@ -201,7 +201,10 @@ class Place(ABC):
 
     @abstractmethod
     def persist(self, path: Path) -> None:
-        """Bring a file to which a snapshot refers, such as the log, where it outlives this process and a loss of power."""
+        """Bring a file to which a snapshot refers, such as the log, where it outlives this process and a loss of power.
+
+        The path of the directory of a run stands for all files in it, as far as a process alone has them.
+        """
 
     @contextmanager
     def probe(self) -> Iterator[str]:

@@ -140,8 +140,13 @@ class Mirror:
         self._put(is_due)
 
     def persist(self, path: str | os.PathLike[str]) -> None:
-        """Put one file now, as far as it is written, if it has changed; one outside the directory is left alone."""
+        """Put one file now, as far as it is written, if it has changed, or the directory with all of them.
+
+        One outside of the directory is left alone.
+        """
         target = Path(os.path.abspath(path))
+        if target == self.folder:
+            self.put()
         below = [part for part in (target, *target.parents) if self.folder in part.parents]
         if not below:
             return

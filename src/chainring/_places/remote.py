@@ -65,12 +65,6 @@ class RemotePlace(Place):
             self.index.release()
             raise
 
-    def put(self) -> None:
-        """Put the files into the store that have changed, as far as it answers; they are tried again."""
-        assert self._mirror is not None
-        with suppress(RemoteError):
-            self._mirror.put()
-
     def release(self) -> None:
         """Put the last files into the store, and let other runs write there; an error says where they are."""
         assert self.index is not None
@@ -166,8 +160,9 @@ class RemotePlace(Place):
             self.index.change(snapshots={name: digest_of(manifest)})
         if self._states is not None:
             self._states[name] = tag
-        if self._mirror is not None:  # what the snapshot refers to is there
-            self.put()
+        if self._mirror is not None:
+            with suppress(RemoteError):  # they are tried again, and what the snapshot refers to is there
+                self._mirror.put()
 
     def discard(self, draft: str) -> None:
         with suppress(OSError):  # the next run removes it

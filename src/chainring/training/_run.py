@@ -297,8 +297,8 @@ class Run:
             if entry not in self._initialized:
                 self._initialized.append(entry)
         trainer.extension_name = None
-        if self._remote is not None and trainer.comm.survives:
-            self._remote.put()  # what another rank 0 could not know, such as the ids of runs in services
+        if self._directory is not None and trainer.comm.survives:  # what no other rank knows: ids of runs in services
+            trainer.store.files.persist(self._directory.path)
 
     def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> list[dict[str, Any]]:
         """Move away in ``out`` what belongs to other runs, and record this start there; return the commands recorded."""

@@ -227,9 +227,8 @@ class Evaluator(Extension):
             self._comm.broadcast([buffer for model in models for buffer in model.buffers() if not is_sharded(buffer)])
         precision_name, loss_func, virtual_ranks = self._find_settings()
         precision = Precision(precision_name, models)
-
         have_weights: list[bool] = []  # of each forward
-        counting: dict[str, Any] = {}  # the metrics that were reported, where ranks may be lost
+        counting: dict[str, Any] = {}  # the metrics that were reported
 
         def forward(batch: Any, shows: bool = True) -> tuple[dict[str, Any], Any]:
             observation: dict[str, Any] = {}
@@ -237,8 +236,7 @@ class Evaluator(Extension):
             with reporter.scope(observation), precision.autocast():
                 loss_weight, examples = self._evaluate_batch(batch, loss_func), count_examples(batch)
             have_weights.append(loss_weight is not None)
-            if self._comm.survives:
-                counting.update((key, value) for key, value in observation.items() if is_metric(value))
+            counting.update((key, value) for key, value in observation.items() if is_metric(value))
             return observation, require_count(examples) if loss_weight is None or examples == 0 else loss_weight
 
         summary, is_shown = DictMeans(set()), self.progress_bar and self._comm.is_main
@@ -258,8 +256,8 @@ class Evaluator(Extension):
                 if self._comm.survives:  # the rank that has seen the images may be lost before they are in a log
                     self._media = self._comm.broadcast_object(self._media)
                 means = summary.compute_mean()
-        except RanksLost:  # all is evaluated again
-            for metric in counting.values():
+        except RanksLost:
+            for metric in counting.values():  # all is evaluated again
                 metric.reset()
             raise
         finally:
