@@ -187,7 +187,7 @@ def lose(bench, number, draw, place, start, stops, where):
 ROWS = [
     Row(
         "lost",
-        "1 or more of 2 to 5 ranks are killed or stopped",
+        "1 or more of 2 to 5 ranks are killed or stopped, in two of eleven tries over an object store",
         "the others go on to the same bits, without virtual ranks to rounding",
         1000,
         lost,
