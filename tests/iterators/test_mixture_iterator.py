@@ -370,6 +370,18 @@ def test_what_cannot_be_mixed_is_refused_when_it_is_made(change, error, text):
         MixtureIterator(settings.pop("datasets"), settings.pop("batch_size"), **settings)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_a_dataset_names_the_source_and_the_index_there(workers):
+    """As its user knows the example, whose number in the mixture is another; a worker's has it in its traceback."""
+    data = {"s0": list(range(9)), "s1": TransformDataset([4, 2, 0, 1], lambda example: 1 // example)}
+    with (
+        MixtureIterator(data, 8, weights={"s0": 1, "s1": 1}, shuffle=False, n_processes=workers) as iterator,
+        pytest.raises(ZeroDivisionError) as raised,
+    ):
+        next(iterator)
+    assert "raised by s1[2]" in "".join(raised.value.__notes__)
+
+
 def test_a_function_of_weights_that_has_no_more_is_not_the_end_of_the_data():
     """Such as one that takes the next of a list: a run that ended there would look complete."""
     each = iter([{"s0": 1, "s1": 1}] * 3)

@@ -126,7 +126,11 @@ class Sources:
         source, epoch, index = self.find(number)
         if self._epochs[source].members:
             self._epochs[source].tell(epoch)
-        return self.inner[source][index]
+        try:
+            return self.inner[source][index]
+        except Exception as error:  # whose number is none that the user knows
+            error.add_note(f"raised by {self.names[source]}[{index}]")
+            raise
 
     def find(self, number: int) -> tuple[int, int, int]:
         """Return the source of an example, its pass of it, and the index in its dataset."""
