@@ -248,6 +248,8 @@ _Until.__name__ = "EarlyStoppingTrigger"  # so that the whole run takes over its
         lambda: Early(triggers.ManualScheduleTrigger([1, 4, 7, 8], "iteration"), "loss", 2, max_trigger=(13, "iteration")),
         lambda: Early(EVERY, "error", 5, max_trigger=triggers.MinValueTrigger("loss", (3, "iteration"))),
         lambda: Early(triggers.MaxValueTrigger("loss", EVERY_2), "loss", 1, max_trigger=None),
+        lambda: Early(EVERY, "loss", 2, max_trigger=MAX, min_delta=0.5, min_iterations=6, check_finite=True),
+        lambda: Early(EVERY_2, "loss", 9, max_trigger=MAX, threshold=3.2, min_iterations=4),
     ],
 )
 def test_saved_and_loaded_after_any_iteration_it_stops_where_it_would_have(tmp_path, make):

@@ -8,7 +8,7 @@ from toys import Regression, assert_close, observed_update, parameters_of, regre
 
 from chainring import DictSummary, report
 from chainring.iterators import SerialIterator
-from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, extensions, make_extension
 
 
 def pair(small, accumulate, **settings):
@@ -247,3 +247,25 @@ def test_an_extension_may_let_more_micro_batches_make_an_update(tmp_path):
     trainer.run()
     assert weights == [2, 2, 6, 6]
     assert updater.epoch_detail == 16 / 12
+
+
+def test_a_run_whose_batch_grows_by_a_schedule_resumes_after_any_iteration(tmp_path):
+    """The number of micro-batches is no state: the initializer sets it by the progress of the run."""
+
+    def grown(out, stop):
+        trainer = Trainer(updater := updater_of(2), (stop, "iteration"), out=str(tmp_path / out))
+        trainer.extend(extensions.snapshot(autoload=True), trigger=(1, "iteration"))
+        weights = {}
+
+        def choose(trainer):
+            weights[trainer.updater.iteration] = trainer.updater.weight
+            trainer.updater.accumulate = 1 if trainer.updater.iteration < 2 else 3
+
+        trainer.extend(make_extension(trigger=(1, "iteration"), initializer=choose)(choose))
+        trainer.run()
+        return weights[stop], [value.tolist() for value in updater.get_model("main").state_dict().values()]
+
+    whole = grown("whole", 4)
+    for cut in (1, 2, 3):
+        grown(f"cut{cut}", cut)
+        assert grown(f"cut{cut}", 4) == whole
