@@ -19,7 +19,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol, Self, TypeVar, runtime_checkable
 
@@ -259,13 +259,13 @@ class AppendOnly:
     path: Path | None = None
     size: int = 0
     crc: int = 0
-    content: bytes = b""
+    content: bytearray = field(default_factory=bytearray)
     keeps: bool = False
 
     @classmethod
     def of(cls, content: bytes) -> Self:
         """Return bytes that are in no file yet."""
-        return cls(None, len(content), zlib.crc32(content), content)
+        return cls(None, len(content), zlib.crc32(content), bytearray(content))
 
     @classmethod
     def restore(cls, state: list[Any], directory: Path | None) -> Self:
@@ -283,7 +283,7 @@ class AppendOnly:
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes, as far as they are there."""
         if self.path is None:
-            yield self.content
+            yield bytes(self.content)
             return
         # The path may be a link, of a file that a person has moved: the checksum tells whose bytes it leads to.
         with suppress(OSError), open(open_regular(Path(os.path.realpath(self.path))), "rb") as file:
@@ -330,10 +330,10 @@ class AppendOnly:
                 set_rows_aside(path)
         with open(open_regular(path, os.O_RDWR), "r+b") as file:
             file.truncate(whole.size)
-        self.path, self.size, self.crc, self.content = path, whole.size, whole.crc, b""
+        self.path, self.size, self.crc, self.content = path, whole.size, whole.crc, bytearray()
         return not is_lost
 
-    def _complete(self, last: bytes, may_cut: bool) -> bool:
+    def _complete(self, last: bytes | bytearray, may_cut: bool) -> bool:
         """Write the last bytes again, if the file has all before them, and after these only such, or what it ``may_cut``."""
         assert self.path is not None
         with suppress(OSError), open(open_regular(self.path, os.O_RDWR), "r+b") as file:
@@ -356,7 +356,9 @@ class AppendOnly:
         if self.path is None:
             if counts:
                 self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
-                self.content = self.content + content if self.keeps else content
+                if not self.keeps:
+                    self.content.clear()
+                self.content += content
             return
         descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:

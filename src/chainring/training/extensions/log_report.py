@@ -430,7 +430,7 @@ class _Media:
         if isinstance(serializer, Deserializer):
             self.waiting = {key: media_from_json(item) for key, item in waiting.items()}
             is_same = (self._file.size, self._file.crc) == (size, crc)  # in this process, which may have followed it
-            self._file = AppendOnly(None, size, crc, self._file.content if is_same else b"")
+            self._file = AppendOnly(None, size, crc, self._file.content if is_same else bytearray())
 
 
 class _StoredMedia(Mapping[str, Media]):
