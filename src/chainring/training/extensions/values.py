@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -258,8 +257,9 @@ class RunningAverage(Extension):
         elif len(ranks) == comm.size:
             self._sum, self._weight = ranks[comm.rank]
         else:
-            is_shared = all(rank == ranks[0] for rank in ranks)  # as with virtual ranks
-            self._sum, self._weight = ranks[0] if is_shared else map(fmean, zip(*ranks, strict=True))
+            is_shared = all(rank == ranks[0] for rank in ranks)  # as with virtual ranks, where a mean would be rounded
+            means = [sum(column) / len(ranks) for column in zip(*ranks, strict=True)]
+            self._sum, self._weight = ranks[0] if is_shared else means
 
 
 def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
