@@ -98,7 +98,7 @@ class Ahead(Told):
         return batch
 
 
-def train(comm, out, balance, milliseconds, kind="serial", cls=StandardUpdater, **settings):
+def train(comm, out, balance, milliseconds, kind="serial", cls=StandardUpdater, iterations=ITERATIONS, **settings):
     """The calls in the last ten updates, and the bits of everything that the run has made."""
     torch.manual_seed(3)
     data = TupleDataset(torch.randn(ROWS, 5), torch.randint(0, 3, (ROWS,)))
@@ -113,7 +113,7 @@ def train(comm, out, balance, milliseconds, kind="serial", cls=StandardUpdater, 
     model = Slow(milliseconds[comm.rank])
     optimizer = torch.optim.Adam(model.parameters())
     updater = cls(iterators[kind](), optimizer, model, comm=comm, virtual_ranks=COUNT, balance=balance, **settings)
-    trainer = Trainer(updater, (ITERATIONS, "iteration"), out=str(out))
+    trainer = Trainer(updater, (iterations, "iteration"), out=str(out))
     trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
     counts = []
     trainer.extend(lambda trainer: counts.append(len(model.calls)), trigger=(1, "iteration"))
@@ -142,12 +142,16 @@ def test_a_slow_rank_computes_fewer_virtual_ranks_and_no_bit_differs(tmp_path, k
     """It has fewer than half soon, and the other the rest; parameters, moments and rows are the same."""
     arguments = (kind, settings.pop("cls", StandardUpdater)), settings
     even = on_two_ranks(_train, tmp_path / "even", "even", (0, 0), *arguments)
-    found = on_two_ranks(_train, tmp_path / "speed", "speed", (30, 0), *arguments)
     updates = 10 * max(settings.get("accumulate", 1), 2 if arguments[0][1] is TwoSteps else 1)
     every, audited = COUNT * updates, settings.get("audit", 0) * updates
-    slow, fast = (calls for calls, *_ in found)
-    assert (slow <= 3 * updates + audited, slow + fast) == (True, every + audited)
-    assert [rest for _, *rest in found] == [rest for _, *rest in even]
+    for attempt in range(3):  # a machine that stands still makes the other rank slow
+        found = on_two_ranks(_train, tmp_path / f"speed-{attempt}", "speed", (30, 0), *arguments)
+        slow, fast = (calls for calls, *_ in found)
+        assert slow + fast == every + audited
+        assert [rest for _, *rest in found] == [rest for _, *rest in even]
+        if slow <= 3 * updates + audited:
+            break
+    assert slow <= 3 * updates + audited
     assert all(abs(calls - every // 2) <= audited for calls, *_ in even)
 
 
@@ -158,15 +162,20 @@ def _train(comm, out, balance, milliseconds, kind_and_class, settings):
 @pytest.mark.parametrize("kind", ["around", "ahead"])
 def test_an_iterator_that_returns_the_rows_of_an_earlier_deal_is_refused(tmp_path, kind):
     """One around another that does not tell it the deal, and one that has cut a batch before the deal was made."""
-    errors = on_two_ranks(_train, tmp_path, "speed", (30, 0), (kind, StandardUpdater), {})
+    errors = on_two_ranks(_train, tmp_path, "speed", (30, 0), (kind, StandardUpdater), {"iterations": 1000})
     words = f"iterator 'main' ({kind.title()}) has returned [8, 8] rows to the ranks, of which"
     assert [(words in error, "self.take_share(batch)" in error) for error in errors] == [(True, True)] * 2
 
 
 def test_of_three_ranks_the_fast_one_has_most(tmp_path):
     """The fast rank has more of eight virtual ranks than either of the others."""
-    slow, other, fast = (calls for calls, *_ in on_ranks(3, train, tmp_path, "speed", (40, 40, 8)))
-    assert (slow < fast, other < fast, slow + other + fast) == (True, True, 10 * COUNT)
+    for attempt in range(3):  # as above
+        found = on_ranks(3, train, tmp_path / str(attempt), "speed", (40, 40, 8))
+        slow, other, fast = (calls for calls, *_ in found)
+        assert slow + other + fast == 10 * COUNT
+        if max(slow, other) < fast:
+            break
+    assert max(slow, other) < fast
 
 
 class Measured(Communicator):
