@@ -24,7 +24,7 @@ def end_of(size, function, *arguments, told=lambda port: {"MASTER_PORT": port}, 
     """
     context = multiprocessing.get_context("forkserver")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = told(store.port)
+    where = os.environ | told(store.port)  # which the server that forks them may not have
     ranks = [context.Process(target=live, args=(rank, size, where, before, function, *arguments)) for rank in range(size)]
     for rank in ranks:
         rank.start()

@@ -23,7 +23,7 @@ from chainring.training.extensions.shifts import (
     StepShift,
     WarmupShift,
 )
-from chainring.training.extensions.snapshot import Snapshot, snapshot, snapshot_object
+from chainring.training.extensions.snapshot import snapshot, snapshot_object
 from chainring.training.extensions.values import (
     BestValue,
     MaxValue,
@@ -93,7 +93,7 @@ def defaults(*extensions: Any, trigger: TriggerLike = (1, "epoch")) -> list[Any]
         extensions: others, which come first and have triggers of their own.
         trigger: when a row is logged and a snapshot is taken; on a stream, which has no epochs, a number of iterations.
     """
-    snapshots = Snapshot(autoload=True, n_retains=2)
+    snapshots = snapshot(autoload=True, n_retains=2)
     snapshots.trigger = trigger
     return [*extensions, LogReport(trigger=trigger), PrintReport(), ProgressBar(), snapshots]
 
