@@ -2,11 +2,42 @@
 
 import multiprocessing
 import os
+import signal
 
 import torch
 from torch.distributed import TCPStore
 
+from chainring import report_histogram, report_image, report_text
+from chainring.nn import Classifier
 from chainring.parallel import create_communicator
+from chainring.writers import Writer
+
+EXAMPLES = [(torch.linspace(0, 1 + i % 3, 4), i % 3) for i in range(24)]
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Killing(Writer):
+    """Kills its process when a row of an iteration is written."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def write(self, record):
+        if record.iteration == self.at:
+            die()
+
+
+class Showing(Classifier):
+    """Reports an image, a text and a histogram beside its means."""
+
+    def forward(self, x, t):
+        report_image("image", torch.full((2, 2), x.mean().clamp(0, 1)))
+        report_text("labels", str(t.tolist()))
+        report_histogram("weights", next(self.parameters()))
+        return super().forward(x, t)
 
 
 def live(rank, size, where, before, function, *arguments):

@@ -13,37 +13,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import audits
-from chainring import iterators, report, report_histogram, report_image, report_text, training
+from chainring import iterators, report, report_text, training
 from chainring._distributed.communicator import Communicator, RanksLost
 from chainring.nn import Classifier
 from chainring.parallel import create_communicator
 from chainring.training import extensions
-from chainring.writers import CsvWriter, TensorBoardWriter, Writer
+from chainring.writers import CsvWriter, TensorBoardWriter
 from ports import free_port
-from survivors import end_of
-
-EXAMPLES = [(torch.linspace(0, 1 + i % 3, 4), i % 3) for i in range(24)]
-
-
-class Killing(Writer):
-    """Kills its process when a row of an iteration is written."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def write(self, record):
-        if record.iteration == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Showing(Classifier):
-    """Reports an image, a text and a histogram beside its means."""
-
-    def forward(self, x, t):
-        report_image("image", torch.full((2, 2), x.mean().clamp(0, 1)))
-        report_text("labels", str(t.tolist()))
-        report_histogram("weights", next(self.parameters()))
-        return super().forward(x, t)
+from survivors import EXAMPLES, Killing, Showing, end_of
 
 
 def log(comm, out, order):

@@ -1,7 +1,6 @@
 """Ranks that go on when others are lost, with a run in an object store: with the objects of the run that loses none."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -9,41 +8,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from chainring import iterators, report_histogram, report_image, report_text, training
+from chainring import iterators, training
 from chainring._places.bucket import Bucket
 from chainring._places.index import Index, LeaseLostError, read_record, seal
-from chainring.nn import Classifier
 from chainring.serializers._store import open_store
 from chainring.training import extensions
-from chainring.writers import CsvWriter, TensorBoardWriter, Writer
-from survivors import end_of
-
-EXAMPLES = [(torch.linspace(0, 1 + i % 3, 4), i % 3) for i in range(24)]
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Killing(Writer):
-    """Kills its process when a row of an iteration is written."""
-
-    def __init__(self, at):
-        self.at = at
-
-    def write(self, record):
-        if record.iteration == self.at:
-            die()
-
-
-class Showing(Classifier):
-    """Reports an image, a text and a histogram beside its means."""
-
-    def forward(self, x, t):
-        report_image("image", torch.full((2, 2), x.mean().clamp(0, 1)))
-        report_text("labels", str(t.tolist()))
-        report_histogram("weights", next(self.parameters()))
-        return super().forward(x, t)
+from chainring.writers import CsvWriter, TensorBoardWriter
+from survivors import EXAMPLES, Killing, Showing, die, end_of
 
 
 class Fatal(training.Extension):
