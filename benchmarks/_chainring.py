@@ -207,7 +207,7 @@ def _sum_of(model: nn.Linear, x: Tensor) -> dict[str, Tensor]:
     return {"loss": model(x).sum()}
 
 
-def committing(epochs: int, out: Path, kept: int, removes: bool = False) -> None:
+def committing(out: Path, kept: int, removes: bool, epochs: int) -> None:
     """Take a snapshot in each iteration where so many are there already; the oldest is then removed where it ``removes``."""
     taken = snapshot(n_retains=kept if removes else -1, asynchronous=False)
 

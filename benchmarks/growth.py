@@ -137,9 +137,7 @@ def kept(out: Path, args: argparse.Namespace) -> list[Result]:
     """Milliseconds until a snapshot is on the disk, with so many kept before it."""
     kinds = {OWN: False, "Chainring, n_retains as many": True}
     runs: dict[tuple[int, str], _peers.Loop] = {
-        (n, who): partial(_chainring.committing, out=out, kept=n, removes=removes)
-        for who, removes in kinds.items()
-        for n in KEPT
+        (n, who): partial(_chainring.committing, out, n, removes) for who, removes in kinds.items() for n in KEPT
     }
     for n in KEPT:
         runs |= {(n, who): run for who, run in _peers.installed(out, _peers.SAVING, kept=n)[0].items()}

@@ -531,10 +531,14 @@ class Series:
         leading = self.leading(known) if self.is_fixed else directory
         if leading not in (None, name):
             store.link(name, leading)
-        if known.keys() - self._kept(known) <= {directory}:
+        unwanted = known.keys() - self._kept(known) - {directory}
+        if not unwanted:
             return
+        number = len(known)
         known = self.there(store)
-        for old in sorted(known.keys() - self._kept(known) - {directory}, key=lambda old: known[old].iteration):
+        if len(known) < number:  # a person has removed some, in whose place older ones are kept
+            unwanted = known.keys() - self._kept(known) - {directory}
+        for old in sorted(unwanted, key=lambda old: known[old].iteration):
             del known[old]
             if self._has_links and store.link_target(_link_of(old)) == old:
                 store.files.link(_link_of(old), None)
@@ -558,18 +562,20 @@ class Series:
         fixed, and a link, leads to one of its snapshots, the newest, which alone counts.
         """
         in_turn = _in_turn(known)
-        targets = {_link_of(name): name for name in reversed(in_turn)}
+        if self._has_links and not self.is_fixed:
+            newest_of = {_link_of(name): name for name in reversed(in_turn)}
+            in_turn = [name for name in in_turn if newest_of[_link_of(name)] == name]
         kept = set[str]()
         for extension, retention in self.retention.items():
             taken = []
             for name in in_turn:
-                takers = [taker for taker in self.retention if taker in known[name].about.get(_TAKERS, ())]
-                is_linked = self.is_fixed or not self._has_links or targets[_link_of(name)] == name
-                if is_linked and (not takers or extension in takers):
+                takers = self.retention.keys() & known[name].about.get(_TAKERS, ())
+                if not takers or extension in takers:
                     taken.append(name)
             newest = retention.newest if retention.newest >= 0 else 1 if self.is_fixed else len(taken)
-            sound = [name for name in taken if _NAN not in known[name].about]
-            kept.update(taken[:newest], sound[: min(newest, 1)], retention.rank(taken, known)[: retention.best])
+            sound = (name for name in taken if _NAN not in known[name].about)
+            best = retention.rank(taken, known)[: retention.best] if retention.best else []
+            kept.update(taken[:newest], itertools.islice(sound, min(newest, 1)), best)
         return kept
 
     def there(self, store: Snapshots) -> dict[str, Manifest]:
