@@ -41,7 +41,6 @@ from chainring.serializers._store import (
     find_snapshot,
     open_file,
     split,
-    without_collections,
 )
 from chainring.serializers._values import StoredTensor, read_stored
 from chainring.serializers.protocol import (
@@ -54,6 +53,7 @@ from chainring.serializers.protocol import (
     serialize_method,
     state_entries,
     unwrap,
+    without_collections,
 )
 
 if TYPE_CHECKING:

@@ -6,15 +6,14 @@ last, so what has one was written to its end. How that is done in a directory an
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import posixpath
 import re
 import zlib
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -366,22 +365,6 @@ class Snapshots:
             return folders
 
         return self.files.sweep(find_folders)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Disable garbage collection while a snapshot is taken or loaded, and many lasting objects are created.
-
-    Python looks for cycles among all objects each time that enough were made: with many tensors half of the time.
-    """
-    # hot path: "stop for a snapshot" in benchmarks/growth.py
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def find_newest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -583,6 +584,22 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
         for path, parameter in model.named_parameters():
             names.setdefault(id(parameter), f"{model_name}/{clean(path).replace('.', '/')}")
     return names
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Disable garbage collection while a snapshot is taken or loaded, and many lasting objects are created.
+
+    Python looks for cycles among all objects each time that enough were made: with many tensors half of the time.
+    """
+    # hot path: "stop for a snapshot" in benchmarks/growth.py
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class ChangedSetting(NamedTuple):

@@ -32,8 +32,8 @@ from chainring.serializers._saving import (
     module_tensors,
     save_tensors,
 )
-from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Snapshots, find_newest, without_collections
-from chainring.serializers.protocol import has_state, is_module, name_cleaner, serialize_method
+from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Snapshots, find_newest
+from chainring.serializers.protocol import has_state, is_module, name_cleaner, serialize_method, without_collections
 from chainring.training._entry import Entry
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
@@ -306,12 +306,13 @@ class Snapshot(Extension):
         """Copy the state and return the call that writes it for all ``takers``; ``None`` if it has been saved already."""
         iteration, store, comm, series = trainer.updater.iteration, trainer.store, trainer.comm, self._series
         (name, directory), is_final = series.names(trainer), trainer.is_final_snapshot
-        if series.begun == (directory, iteration):
+        is_saved = False
+        if series.begun in (None, (directory, iteration)):  # since the run before, or a final one of this very iteration
             BackgroundWriter.wait_for([entry.extension._background for entry in siblings])
-        is_saved = comm.is_main and store.holds(directory, iteration)
+            is_saved = comm.is_main and store.holds(directory, iteration)
         if comm.world.size > 1:
             directory, is_saved = comm.broadcast_object((directory, is_saved))
-        if is_saved:  # at the end of this very iteration, by the run before or as a final snapshot
+        if is_saved:
             self.saved_iteration = iteration if self.target is None else None
             return None
         series.begun = directory, iteration
