@@ -171,6 +171,7 @@ ARGUMENTS = {
     "an option": ["--token", SECRET],
     "an option with a sign": [f"--password={SECRET}"],
     "a long option": ["--wandb-api-key", SECRET],
+    "one that begins as a variable": ["--password", f"${SECRET}"],
     "an override": [f"logging.api_key={SECRET}"],
     "an address with a password": ["--store", f"redis://user:{SECRET}@host:1/0"],
     "a signed address": [f"https://host/data.tar?X-Amz-Signature={SECRET}"],
@@ -181,6 +182,7 @@ ARGUMENTS = {
 }
 CONFIGS = {
     "a key": {"token": SECRET},
+    "one that begins as a variable": {"password": f"${SECRET}"},
     "a nested key": {"logger": {"wandb": {"api_key": SECRET}}},
     "a mapping": {"credentials": {"user": SECRET}},
     "a list": {"passwords": [SECRET, SECRET]},
@@ -244,13 +246,14 @@ def test_no_secret_enters_a_record(tmp_path, monkeypatch, repository, where, nam
 
 
 def test_words_that_are_no_secrets_stay_in_a_record(tmp_path, monkeypatch, asked_again):
-    """Tokens of a vocabulary, numbers of them, tokenizers, keys of a log."""
+    """Tokens of a vocabulary, numbers of them and for each, tokenizers, keys of a log, variables in which one is."""
     words = [
         "--tokenizer",
         "gpt2",
         "--pad-token",
         "<pad>",
         "--max-tokens=4096",
+        "--token=$HF_TOKEN",
         "--sort-key",
         "main/loss",
         "--author",
@@ -258,6 +261,7 @@ def test_words_that_are_no_secrets_stay_in_a_record(tmp_path, monkeypatch, asked
     ]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     config = {"eos_token": 2, "pad_token": "[PAD]", "tokens": 4096, "tokenizer": "gpt2", "seed": 123456789}
+    config |= {"cost_per_token": 1.25e-06, "hub_token": "${oc.env:HF_TOKEN}"}
     found = json.loads(run(tmp_path, updater=DataUpdater(), **config))
     assert found["argv"][1:] == words
     assert found["config"] == config

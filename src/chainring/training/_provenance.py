@@ -50,7 +50,9 @@ _WORDS = (
     r"|(?:api|access|private|secret|wandb|auth)[_-]?key)s?"
 )
 _SECRET_NAME = re.compile(rf"{_WORDS}$", re.IGNORECASE)  # of an option, a key or a variable
-_NO_SECRET = re.compile(r"-?[\d.]{0,8}|<.*>|\[.*\]|\$.*|true|false|none|null", re.IGNORECASE)  # as the pad_token of texts
+_NO_SECRET = re.compile(  # as the pad_token of texts, or a variable in which one is
+    r"-?[\d.]{0,8}|<.*>|\[.*\]|\$[({].*[)}]|(?-i:\$[A-Z_]+)|true|false|none|null", re.IGNORECASE
+)
 _SECRET_FILE = re.compile(
     r"(?:^|/)(?:[._]?netrc|\.pypirc|\.npmrc|\.git-credentials|id_(?:rsa|dsa|ecdsa|ed25519)|\.(?:aws|ssh)/|\.env)"
     r"|(?:secret|credential|passw(?:or)?d|api_?key)[^/]*$|\.(?:env|pem|key|p12|pfx|jks|keystore|kdbx)$",
@@ -112,7 +114,7 @@ def _without(name: str, value: Any) -> Any:
         return {key: _without(key, item) for key, item in items if not _has_secret(key)}
     if isinstance(value, list):
         return [_without(name, item) for item in value]
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
         return value
     is_secret = _is_secret(name, str(value)) or (isinstance(value, str) and _has_secret(value))
     return LEFT_OUT if is_secret else value
