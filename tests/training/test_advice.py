@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from chainring import html_report, training
-from chainring.iterators import SerialIterator
+from chainring.iterators import Iterator, SerialIterator
 from chainring.testing import ManualClock
 from chainring.training import UpdateCallbacks, extensions
 from chainring.training._advice import advise
@@ -288,6 +288,21 @@ def test_what_waits_for_the_end_of_a_stream_is_named_at_the_start_alone(tmp_path
     trainer.run()
     lines = capsys.readouterr().out.splitlines()
     assert [re.search("until they end, nothing calls (.*?); give", line)[1] for line in lines] == names
+
+
+def test_an_iterator_may_call_what_it_likes_progress(tmp_path):
+    """The run starts, whose epochs it counts by other attributes."""
+
+    class Mine(Iterator):
+        batch_size, epoch, is_new_epoch, epoch_detail, previous_epoch_detail, progress = 2, 0, False, 0.0, None, 0.5
+
+        def __next__(self):
+            return [torch.ones(3)] * 2
+
+    trainer = trainer_of(tmp_path, stop=(3, "iteration"), data=Mine())
+    trainer.extend(extensions.LogReport(trigger=EACH))
+    trainer.run()
+    assert trainer.updater.iteration == 3
 
 
 @pytest.mark.parametrize(("seconds", "says"), [(3.0, True), (0.1, False)])

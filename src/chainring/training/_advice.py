@@ -85,7 +85,8 @@ def _waiting(trainer: Trainer) -> list[Entry]:
     """Return what has a trigger in epochs, if they are of unknown length, none has ended, and the run counts iterations."""
     _, unit = getattr(trainer.stop_trigger, "get_training_length", lambda: None)() or (None, None)
     progress = getattr(find_main_iterator(trainer.updater), "progress", None)
-    if unit != "iteration" or progress is None or progress[2] is not None or trainer.updater.epoch:
+    is_unknown = isinstance(progress, tuple) and progress[2] is None  # else it is a user's own
+    if unit != "iteration" or not is_unknown or trainer.updater.epoch:
         return []
     return [e for e in trainer.entries if isinstance(e.trigger, IntervalTrigger) and e.trigger.unit == "epoch"]
 

@@ -40,6 +40,19 @@ def test_combinations_are_combined_again(tmp_path):
     assert fires_in_run(tmp_path, both, 9) == [3, 4, 6, 8, 9]
 
 
+def test_one_of_the_users_own_may_keep_another_as_it_likes(tmp_path):
+    """In an attribute of any name that a trigger around another is likely to have."""
+
+    class Odd(triggers.Trigger):
+        def __init__(self, trigger):
+            self._inner = self._trigger = self._triggers = triggers.get_trigger(trigger)
+
+        def ask(self, trainer):
+            return self._inner(trainer) and trainer.updater.iteration % 2 == 1
+
+    assert fires_in_run(tmp_path, triggers.any_of((4, "iteration"), Odd(THREE)), 9) == [3, 4, 8, 9]
+
+
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_resumed_run_goes_on_with_the_state_of_each(tmp_path, cut):
     """Of an inner trigger too, such as the best value so far."""

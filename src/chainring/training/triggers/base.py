@@ -38,7 +38,7 @@ class Trigger(Stateful):
     """
 
     predictable = False
-    _inner: Mapping[str, Any] = MappingProxyType({})  # the triggers that it asks, by name
+    _triggers_inside: Mapping[str, Any] = MappingProxyType({})  # the triggers that it asks, by name
     _asked: int | None = None
     _answer = False
     _restored = False
@@ -67,7 +67,7 @@ class Trigger(Stateful):
     @property
     def watched_keys(self) -> Sequence[str]:
         """The keys of reported values that it needs; a rehearsal raises an error if one of them is not reported."""
-        return [key for trigger in self._inner.values() for key in keys_of(trigger)]
+        return [key for trigger in self._triggers_inside.values() for key in keys_of(trigger)]
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         """Return texts that distinguish it from others of its class, such as a key; a resumed run recognizes it by them.
@@ -90,7 +90,7 @@ class Trigger(Stateful):
             self._asked = None
             self.forget()
         self._restored = False
-        for trigger in self._inner.values():
+        for trigger in self._triggers_inside.values():
             trainer.initialize_trigger(trigger)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -98,7 +98,7 @@ class Trigger(Stateful):
         self._asked = serializer("asked", self._asked)
         self._answer = serializer("answer", self._answer)
         self._restored = self._restored or not isinstance(serializer, Serializer)
-        for name, trigger in self._inner.items():
+        for name, trigger in self._triggers_inside.items():
             serialize_inner_trigger(serializer, name, trigger)
 
 
@@ -535,7 +535,7 @@ class CombinedTrigger(Trigger):
         self.unit = next((unit for unit in ("second", "epoch") if unit in units), "iteration")  # for a plan of the run
 
     @property
-    def _inner(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def _triggers_inside(self) -> Mapping[str, Any]:  # type: ignore[override]
         return {f"trigger_{index}": trigger for index, trigger in enumerate(self._triggers)}
 
     @property

@@ -141,7 +141,7 @@ class BestValueTrigger(BestMean, Trigger):
         self._seen: set[str] = set()  # the keys reported in this interval, as long as the warning may have to name them
 
     @property
-    def _inner(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def _triggers_inside(self) -> Mapping[str, Any]:  # type: ignore[override]
         return {"trigger": self.trigger}
 
     def ask(self, trainer: Trainer) -> bool:
@@ -341,8 +341,8 @@ class EarlyStoppingTrigger(BestValueTrigger):
         self._last: float | None = None  # the mean of the last check
 
     @property
-    def _inner(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return {**super()._inner, "max_trigger": self.max_trigger}
+    def _triggers_inside(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return {**super()._triggers_inside, "max_trigger": self.max_trigger}
 
     def __call__(self, trainer: Trainer) -> bool:
         # All are settings, and the answer is not kept: a run that is resumed with more patience continues.
