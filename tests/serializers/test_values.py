@@ -107,6 +107,14 @@ def test_arrays_of_strings_come_back(dtype):
     assert same(back(array), array)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool])
+def test_tensors_are_the_same_if_their_elements_are(dtype):
+    """Also of a dtype that NumPy lacks, which settings and counts of metrics may have."""
+    one, again, other = (torch.tensor(numbers).to(dtype) for numbers in ([1.0, 2.0], [1.0, 2.0], [1.0, 0.0]))
+    found = [_values.is_same_value({"a": one}, {"a": each}) for each in (again, other, one[:1])]
+    assert found == [True, False, False]
+
+
 def test_an_array_that_came_back_is_a_copy():
     """Writing to it changes neither the file's tensor nor what was encoded."""
     array = np.zeros(3)
