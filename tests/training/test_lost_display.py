@@ -145,6 +145,21 @@ def test_a_standard_output_that_fails_ends_neither_displays_nor_lines_of_the_run
     trained(tmp_path, extensions.snapshot(autoload=True))  # says that it is finished, where nobody reads it
 
 
+class Broken(Failing):
+    """Fails where it is flushed, as before anything is drawn."""
+
+    def flush(self):
+        raise self.error
+
+
+def test_a_terminal_that_is_gone_before_an_evaluation_ends_none(tmp_path, monkeypatch):
+    """Its bar is left out from the beginning."""
+    monkeypatch.setattr(sys, "stdout", Broken(OSError(errno.EIO, "Input/output error"), is_terminal=True))
+    with pytest.warns(UserWarning, match="progress_bar cannot write and shows no more"):
+        trainer = trained(tmp_path, extensions.Evaluator([torch.ones(1), torch.ones(1)], Reports(), progress_bar=True))
+    assert len(trainer.get_extension("LogReport").log) == 20
+
+
 @pytest.mark.parametrize("display", DISPLAYS)
 def test_a_process_without_a_standard_output_shows_nothing(tmp_path, monkeypatch, recwarn, display):
     """As Python makes it where descriptor 1 is closed: ``sys.stdout`` is ``None``."""

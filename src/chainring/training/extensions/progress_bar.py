@@ -200,12 +200,14 @@ def _try_to_draw(name: str, bar: Any, text: str, progress: float, is_last: bool 
 def bar_of_batches(iterator: Any, name: str, out: Any) -> Generator[Iterable[Any]]:
     """Give the batches of an iterator; if ``out`` is a terminal or a notebook, it has a bar while they are worked on."""
     make, start, is_shown = _bar_class(out), getattr(iterator, "epoch_detail", None), True
-    if make is _Lines:
-        yield iterator
-        return
     form = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]" if start is not None else "{desc} [{elapsed}]"
     settings: dict[str, Any] = {"total": None if start is None else 1.0, "desc": name, "bar_format": form, "leave": False}
-    bar = make(**settings, **({"file": out} if make is _Bar else {}))
+    settings |= {"file": out} if make is _Bar else {}
+    bars: list[Any] = []
+    if make is _Lines or not try_to_show("progress_bar", lambda: bars.append(make(**settings))):
+        yield iterator
+        return
+    (bar,) = bars
 
     def batches() -> Iterator[Any]:
         nonlocal is_shown
