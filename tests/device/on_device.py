@@ -109,11 +109,6 @@ LEFT_OUT_ON_STAND_IN = {
     "the stand-in has no fused recurrent cells": (
         "test_a_recurrent_layer_that_moves_computes_with_the_parameters_of_the_optimizer",
     ),
-    "nothing is compiled for the stand-in": (
-        "test_a_callback_may_replace_the_batch[settings3]",
-        "test_an_update_without_data_is_compiled_without_a_warning",
-        "test_the_callback_of_a_batch_gets_the_converted_batch[settings3]",
-    ),
 }
 """Tests of what the stand-in does not have."""
 LEFT_OUT_ON_GPU = {

@@ -97,20 +97,36 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", COMPILED, ids=lambda each: each.__name__)
-def test_every_optimizer_of_torch_is_compiled_and_does_the_same(tmp_path, optimizer):
-    """All but those that take closures or sparse gradients, and Adafactor, whose step decides on a learning rate."""
+class Many(nn.Module):
+    """A layer for each optimizer, and its part of the loss, on which no other layer depends."""
 
-    def make(parameters, lr):
-        trained = list(parameters)
-        if optimizer is torch.optim.Muon:  # it is for matrices
-            for parameter in trained:
-                parameter.requires_grad_(parameter.ndim == 2)
-            trained = [parameter for parameter in trained if parameter.requires_grad]
-        return optimizer(trained, lr=lr)
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({each.__name__: nn.Linear(8, 4, bias=False) for each in COMPILED})
 
-    plain, compiled = (ran(trainer_of(tmp_path / str(each), 4, optimizer=make, compile=each)) for each in (False, True))
-    assert_close(plain, compiled, **({"rtol": 0.05, "atol": 0.01} if optimizer is torch.optim.Muon else {}))  # bfloat16
+    def forward(self, x, t):
+        return torch.stack([nn.functional.cross_entropy(layer(x), t) for layer in self.layers.values()]).sum()
+
+
+def test_every_optimizer_of_torch_is_compiled_and_does_the_same():
+    """All but those that take closures or sparse gradients, and Adafactor, whose step decides on a learning rate.
+
+    Each has a layer of one model, so that all are compiled at once.
+    """
+    ends = []
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        model = Many()
+        optimizers = {each.__name__: each(model.layers[each.__name__].parameters(), lr=0.01) for each in COMPILED}
+        updater = training.StandardUpdater(iterators.SerialIterator(DATA, 8, seed=2), optimizers, model, compile=compiles)
+        begun = [layer.weight.detach().clone() for layer in model.layers.values()]
+        for _ in range(4):
+            updater.update()
+        assert not any(torch.equal(layer.weight, before) for layer, before in zip(model.layers.values(), begun, strict=True))
+        ends.append(model)
+    for name, layer in ends[0].layers.items():
+        rtol, atol = (0.05, 0.01) if name == "Muon" else (2e-4, 2e-5)  # which computes in bfloat16
+        torch.testing.assert_close(ends[1].layers[name].weight, layer.weight, rtol=rtol, atol=atol, msg=name)
 
 
 def test_a_fused_optimizer_steps_by_its_own_kernel_beside_what_is_compiled(tmp_path):
@@ -285,6 +301,51 @@ def test_accumulation_and_callbacks_around_the_gradients_go_with_it(tmp_path):
     assert_close(*ends)
     assert "grad_norm" in ends[0][0][0]
     assert seen[0] == seen[1] != []
+
+
+def test_a_callback_gets_the_converted_batch_and_may_replace_it(tmp_path):
+    """Tensors, and how many examples they are; what is compiled computes from what the callback leaves in the context."""
+    ends, seen = [], ([], [])
+    for compiles in (False, True):
+
+        def look(context, compiles=compiles):
+            rows, labels = context.batch
+            seen[compiles].append((context.iteration, context.micro_step, context.examples, rows.tolist(), labels.tolist()))
+            if context.iteration == 2:
+                context.batch = torch.zeros_like(rows), torch.zeros_like(labels)
+
+        trainer = trainer_of(tmp_path / str(compiles), 4, compile=compiles)
+        trainer.updater.callbacks.add("batch_on_finish", look)
+        ends.append(ran(trainer))
+    assert_close(*ends)
+    assert seen[0] == seen[1]
+    assert [each[:3] for each in seen[0]] == [(iteration, 0, 8) for iteration in range(4)]
+    sizes = [float(each["main/predictor/size"]) for each in ends[1][0]]
+    assert sizes[2] < 0.1 < min(sizes[:2])
+
+
+class Valley(nn.Module):
+    """A point, and as its loss a height that is measured with noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.point = nn.Parameter(torch.tensor([3.0, -2.0]))
+
+    def forward(self):
+        return (self.point * torch.tensor([1.0, 4.0])).square().sum() + 0.1 * torch.randn(()) * self.point.sum()
+
+
+def test_an_update_without_data_is_compiled_without_a_warning():
+    """To float tolerance the same."""
+    points = []
+    for compiles in (False, True):
+        model = Valley()
+        updater = training.StandardUpdater(None, torch.optim.SGD(model.parameters(), lr=0.01), model, compile=compiles)
+        torch.manual_seed(1)
+        for _ in range(2):
+            updater.update()
+        points.append(model.point)
+    torch.testing.assert_close(*points)
 
 
 @pytest.mark.parametrize("stage", INSIDE)

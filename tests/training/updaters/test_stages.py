@@ -10,8 +10,6 @@ from chainring.iterators import SerialIterator
 from chainring.parallel import Communicator
 from chainring.training import ParallelUpdater, StandardUpdater, UpdateCallbacks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
-
 STAGES = [
     "batch_on_finish",
     *(f"{stage}_on_{when}" for stage in ("forward", "backward", "comm", "update") for when in ("start", "finish")),
@@ -188,14 +186,13 @@ SETTINGS = [
     {},
     {"accumulate": 2},
     {"callbacks": UpdateCallbacks(update_on_start=lambda context: None)},
-    {"compile": True},
     {"kind": ParallelUpdater, "devices": {"main": "cpu", "second": "cpu"}},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_callback_of_a_batch_gets_the_converted_batch(settings):
-    """In a fast path and in stages, compiled and divided over replicas: tensors, and how many examples they are."""
+    """In a fast path and in stages, and divided over replicas: tensors, and how many examples they are."""
     seen = []
     updater = updater_of(**settings)
     updater.callbacks.add("batch_on_finish", seen.append)

@@ -84,17 +84,6 @@ def test_a_run_without_data_resumes_bit_for_bit(settings):
     check_updater(lambda: updater_of(**settings), iterations=4)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
-def test_an_update_without_data_is_compiled_without_a_warning():
-    """To float tolerance the same."""
-    updater = updater_of(compile=True)
-    torch.manual_seed(1)
-    for _ in range(2):
-        updater.update()
-    torch.manual_seed(1)
-    torch.testing.assert_close(updater.get_model("main").point, by_hand(2))
-
-
 def test_accumulation_without_data_is_the_mean_of_as_many_calls():
     """Each draws its own noise."""
     torch.manual_seed(1)
