@@ -6,6 +6,7 @@ import itertools
 import re
 from collections import OrderedDict, defaultdict, deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,18 @@ class Queued(Momentum):
     def advance(self, state, grad):
         state["queue"].append(grad.clone())
         return sum(state["queue"])
+
+
+class Measured(Momentum):
+    """Keeps arrays of NumPy, one of no dimension and one in a list."""
+
+    def begin(self, parameter):
+        return {**super().begin(parameter), "scale": np.array(1.0), "past": [np.zeros(2, np.float16), (torch.zeros(2),)]}
+
+    def advance(self, state, grad):
+        state["scale"] *= 0.9
+        state["past"][0] += 1
+        return super().advance(state, grad) * float(state["scale"] * state["past"][0][1])
 
 
 class Described(Momentum):
@@ -221,6 +234,7 @@ FORMS = {
     "nested in its state_dict": of(Nested),
     "tensors of a subclass": of(Quantized),
     "a queue": of(Queued),
+    "arrays": of(Measured),
     "a dtype, a shape, an ordered dict": of(Described),
     "a wrapper": lambda model: Wrapper(Momentum(model.parameters())),
     "a wrapper around a nested one": lambda model: Wrapper(Nested(model.parameters())),

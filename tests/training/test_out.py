@@ -83,6 +83,21 @@ def test_a_second_trainer_in_the_same_process_is_refused_and_the_first_goes_on(t
     assert seen == [True, True]
 
 
+def test_a_run_begins_though_another_begins_and_ends_between_its_first_steps(tmp_path, monkeypatch):
+    """That one removes what is unfinished, also the file by which this one tries whether it may write there."""
+    touch, others = Path.touch, []
+
+    def touch_beside_another(path, *arguments, **keywords):
+        touch(path, *arguments, **keywords)
+        if not others:
+            others.append(path)
+            run(tmp_path)
+
+    monkeypatch.setattr(Path, "touch", touch_beside_another)
+    assert run(tmp_path).updater.iteration == 2
+    assert [path.parent for path in others] == [tmp_path]
+
+
 def test_a_trainer_may_run_within_another_in_another_directory(tmp_path):
     """What is locked is the directory."""
     inner = []

@@ -13,6 +13,7 @@ from numbers import Real
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -380,7 +381,8 @@ def load_optimizer(
     for group in optimizer.param_groups[len(made) :]:  # of a saved run that has added them
         made.append({key: value for key, value in group.items() if isinstance(value, _CONSTANTS)})
     saved = {**(extra or {}), "state": state, "param_groups": groups}
-    optimizer.load_state_dict(saved)
+    is_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
+    optimizer.load_state_dict({**saved, "state": _without_arrays(state)} if is_torch else saved)
     live = optimizer.state_dict()["state"]  # of a wrapper, that of the optimizer in it
     for position, entries in state.items():
         loaded = live.get(position)
@@ -552,6 +554,15 @@ def filled(setting: Any, value: Any) -> Any:
         return setting.copy_(value) if isinstance(value, Tensor) else setting.fill_(value)
 
 
+def _without_arrays(saved: Any) -> Any:
+    """Return state without what torch's ``load_state_dict`` fails on, and `_with_dtypes` puts back."""
+    if isinstance(saved, Mapping):
+        return {key: _without_arrays(value) for key, value in saved.items()}
+    if type(saved) in (list, tuple, deque):
+        return type(saved)(map(_without_arrays, saved))
+    return None if isinstance(saved, np.ndarray) else saved
+
+
 def _with_dtypes(loaded: Any, saved: Any) -> Any:
     """Return ``loaded`` in the types of ``saved``: torch also splits a str into letters, and makes a dict of a Counter."""
     if isinstance(saved, Tensor):
@@ -565,7 +576,7 @@ def _with_dtypes(loaded: Any, saved: Any) -> Any:
         return type(saved)(map(_with_dtypes, loaded, saved))
     if isinstance(saved, deque):
         return deque(map(_with_dtypes, loaded, saved), saved.maxlen)
-    return saved if isinstance(saved, str) else loaded
+    return saved if isinstance(saved, (str, np.ndarray)) else loaded
 
 
 class _Positions(list[int]):

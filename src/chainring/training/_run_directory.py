@@ -107,7 +107,7 @@ class RunDirectory:
             os.makedirs(out, exist_ok=True)
             probe = temporary_path(self.path)
             probe.touch(exist_ok=False)
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # a run that begins here at the same time sweeps it
         except OSError as error:
             rule = f"out must be a writable directory ({error.strerror}); choose another out"
             raise OSError(error.errno, rule, os.fspath(out)) from None
