@@ -90,6 +90,11 @@ nitpick_ignore_regex = [
 ]
 
 
+def use_public_name(app: Sphinx, env: BuildEnvironment, node: Element, contnode: Element) -> None:
+    """Let the private name that NumPy 2.5 has for `NDArray` in annotations lead to the public one."""
+    node["reftarget"] = node["reftarget"].replace("numpy._typing._array_like.", "numpy.typing.")
+
+
 def find_by_its_name(app: Sphinx, env: BuildEnvironment, node: Element, contnode: Element) -> Any:
     """Resolve `Trainer` in a docstring: the public thing of that name is meant, one of the same page first."""
     if node.get("refdomain") != "py":
@@ -168,6 +173,7 @@ def summary_of(env: BuildEnvironment, page: str) -> str:
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above to Sphinx."""
+    app.connect("missing-reference", use_public_name, priority=400)  # before the inventories are looked into
     app.connect("missing-reference", find_by_its_name)
     app.connect("autodoc-skip-member", leave_out_plumbing)
     app.connect("autodoc-process-docstring", name_base, priority=400)  # before its sections are parsed
