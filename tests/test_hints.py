@@ -89,6 +89,28 @@ def test_a_keyword_of_another_updater_is_answered(name):
         training.StandardUpdater(None, None, None, **{name: 1})
 
 
+@pytest.mark.parametrize("name", _hints.LEARNING_RATES)
+def test_a_keyword_of_another_learning_rate_finder_is_answered(trainer, name):
+    """The same, of a function."""
+    assert name not in inspect.signature(extensions.find_learning_rate).parameters
+    words = f"find_learning_rate() has no argument {name!r}: {_hints.LEARNING_RATES[name]}"
+    with pytest.raises(TypeError, match=re.escape(words)):
+        extensions.find_learning_rate(trainer, **{name: 1})
+
+
+def test_an_argument_that_is_given_twice_is_answered_by_the_order_of_all(trainer):
+    """Whatever was given in its place is shown, in short."""
+    with pytest.raises(TypeError) as caught:
+        training.StandardUpdater(*range(3), model=[9] * 99)
+    rule = "StandardUpdater() takes iterator, optimizer, model in this order"
+    assert str(caught.value) == f"{rule}; 2 has the place of 'model', which is given by its name too"
+    with pytest.raises(
+        TypeError, match=r"^Trainer\.extend\(\) takes extension, name, .* has the place of 'name', which"
+    ) as caught:
+        trainer.extend(print, "n" * 999, name="n")
+    assert len(str(caught.value)) < 300
+
+
 def test_a_keyword_that_nobody_has_is_unexpected_as_ever():
     """By Python's own words."""
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'nonsense'"):

@@ -72,6 +72,19 @@ WRONG = {
     "a bare number of epochs": Wrong(STOP, "20", "got 20", 'write (20, "epoch")'),
     "a bare unit": Wrong(STOP, '"epoch"', "got 'epoch'", 'write (1, "epoch")'),
     "the pair the other way round": Wrong(STOP, '("epoch", 20)', "got ('epoch', 20)", 'write (20, "epoch")'),
+    "an iterator for the stop trigger": Wrong(
+        STOP, "test_iter", "got SerialIterator", "extend the trainer by extensions.Evaluator(test_iterator, model)"
+    ),
+    "an iterator before the stop trigger": Wrong(
+        STOP, f"test_iter, {STOP}", "takes updater, stop_trigger, out, extensions in this order", "has the place of 'out'"
+    ),
+    "a loader for the stop trigger": Wrong(
+        STOP, "torch.utils.data.DataLoader(test)", "got DataLoader", "extensions.Evaluator(test_iterator, model)"
+    ),
+    "a dataset for the stop trigger": Wrong(STOP, "test", "got TupleDataset", "extensions.Evaluator(test_iterator, model)"),
+    "an extension for the stop trigger": Wrong(
+        STOP, "extensions.LogReport()", "got LogReport", "trainer.extend(extension) adds an extension"
+    ),
     "max_epochs": Wrong(STOP, "max_epochs=20", "no argument 'max_epochs'", 'Trainer(updater, (20, "epoch"))'),
     "callbacks": Wrong('out="result"', "callbacks=[]", "no argument 'callbacks'", "trainer.extend(extension)"),
     # the updater
@@ -351,6 +364,14 @@ WRONG = {
         'snapshot(), trigger=(True, "epoch")',
         "got True of type bool",
         "such as 1 or 0.5",
+    ),
+    "a number of iterations for a search of the rate": Wrong(
+        *extending("extensions.find_learning_rate(trainer, iterations=0)"),
+        "find_learning_rate() has no argument 'iterations'",
+        "count= is the number of updates",
+    ),
+    "a search of the rate with an updater": Wrong(
+        *extending("extensions.find_learning_rate(updater)"), "got StandardUpdater", "find_learning_rate(Trainer(updater))"
     ),
     "a plateau of nothing": Wrong(
         *extending(

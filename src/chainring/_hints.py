@@ -11,14 +11,15 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _STOP = 'the stop trigger is the second argument: Trainer(updater, (20, "epoch"))'
 _MODEL = "a model is any torch.nn.Module that returns its loss; chainring.nn.Classifier makes one of a network"
 _EXTENSION = "subclass chainring.training.Extension, or extend the trainer by a function of one argument"
-_EVALUATOR = "extend the trainer by extensions.Evaluator(test_iterator, model)"
+EVALUATOR = "extend the trainer by extensions.Evaluator(test_iterator, model)"
 _UPDATER = "the updater has it: trainer.updater.get_{0}('main')"
 _WRITERS = "extensions.LogReport(writers=[{0}()]) sends the rows of the log there, by chainring.writers.{0}"
 _ACCUMULATE = "StandardUpdater(..., accumulate=4) makes an update of 4 batches"
@@ -41,7 +42,7 @@ def _by_name(hints: Mapping[str, str]) -> dict[str, str]:
 TRAINER = _by_name(
     {
         "a Trainer runs with run()": "fit train start",
-        _EVALUATOR: "validate test evaluate",
+        EVALUATOR: "validate test evaluate",
         "extensions.predict(model, iterator) returns what the model computes": "predict",
         "extensions.find_learning_rate(trainer) looks for one": "lr_find tune tuner",
         "a trainer saves itself by trainer.extend(extensions.snapshot(autoload=True))": "save save_checkpoint",
@@ -73,7 +74,7 @@ TRAINER_KEYWORDS = _by_name(
         _DEVICE: "accelerator device devices strategy",
         "pass it to the updater: Trainer(StandardUpdater(iterator, optimizer, model), ...)": "model optimizer",
         "pass an iterator of it: StandardUpdater(SerialIterator(dataset, 100), optimizer, model)": "train_dataset",
-        _EVALUATOR: "eval_dataset",
+        EVALUATOR: "eval_dataset",
         'extend(extensions.Evaluator(...), trigger=(500, "iteration")) says when to evaluate': "val_check_interval",
         'extend(extensions.Evaluator(...), trigger=(2, "epoch")) says when to evaluate': "check_val_every_n_epoch",
         "trainer.extend(extensions.ProgressBar()) shows one": "enable_progress_bar",
@@ -91,6 +92,14 @@ UPDATER_KEYWORDS = _by_name(
         "the optimizer has the learning rate": "lr",
         _SCHEDULER: "scheduler lr_scheduler",
         "converter=f makes the inputs of a batch of examples": "collate_fn",
+    }
+)
+
+LEARNING_RATES = _by_name(
+    {
+        "count= is the number of updates": "iterations num_iter num_training num_it steps",
+        "smallest= is the rate of the first update": "min_lr start_lr",
+        "largest= is the rate of the last one": "max_lr end_lr",
     }
 )
 
@@ -251,29 +260,36 @@ def find_missing(module: str, name: str) -> ModuleType:
     raise AttributeError(text if hint is None else f"{text}: {hint}", name=name, obj=importlib.import_module(module))
 
 
-def hinting(hints: Mapping[str, str]) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
-    """Return a decorator of a constructor: a keyword that it lacks is refused with the nearest, or what to write instead.
+def hinting(hints: Mapping[str, str]) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Return a decorator: a keyword that a constructor or function lacks is refused with the nearest, or what to write.
 
-    So is a call without an argument that it requires, if there is a hint for an empty name.
+    So is an argument that is given twice, by its place and by its name, and, if there is a hint for an empty name, a call
+    without an argument that is required.
     """
 
-    def decorate(constructor: Callable[Parameters, None]) -> Callable[Parameters, None]:
-        @functools.wraps(constructor)
-        def construct(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> None:
-            code = constructor.__code__
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @functools.wraps(function)
+        def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+            code = function.__code__
             known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            required = known[: code.co_argcount - len(constructor.__defaults__ or ())]
+            ordered = known[: code.co_argcount]
+            required = ordered[: len(ordered) - len(function.__defaults__ or ())]
+            named = f"{function.__qualname__.removesuffix('.__init__')}()"
             for name in keywords if not code.co_flags & inspect.CO_VARKEYWORDS else ():
                 near = difflib.get_close_matches(name, known, 1)
                 if name not in known and (name in hints or near):
                     hint = hints[name] if name in hints else f"did you mean {near[0]!r}?"
-                    raise TypeError(f"{constructor.__qualname__.partition('.')[0]}() has no argument {name!r}: {hint}")
+                    raise TypeError(f"{named} has no argument {name!r}: {hint}")
+            for name, value in zip(ordered, arguments, strict=False):
+                if name in keywords:
+                    rule = f"{named} takes {', '.join(ordered).removeprefix('self, ')} in this order"
+                    raise TypeError(f"{rule}; {value!r:.60} has the place of {name!r}, which is given by its name too")
             if "" in hints and not keywords.keys() >= {*required[len(arguments) :]}:
-                is_constructor = constructor.__name__ == "__init__"
-                called = type(arguments[0]).__name__ if is_constructor else constructor.__qualname__
+                is_constructor = function.__name__ == "__init__"
+                called = type(arguments[0]).__name__ if is_constructor else function.__qualname__
                 raise TypeError(f"{called}() {hints[''].format(called)}")
-            constructor(*arguments, **keywords)
+            return function(*arguments, **keywords)
 
-        return construct
+        return call
 
     return decorate

@@ -205,10 +205,10 @@ def test_a_call_before_training_that_is_skipped_on_resume_is_not_planned(tmp_pat
     assert "before training" not in trainer.explain()
 
 
-@pytest.mark.parametrize("iterations", [0, -3])
-def test_a_plan_of_nothing_is_refused(tmp_path, iterations):
-    """The error shows the number."""
-    with pytest.raises(ValueError, match=f"1 iteration or more, got {iterations}"):
+@pytest.mark.parametrize("iterations", [0, -3, 1.5, "3", True, None])
+def test_a_plan_of_no_number_of_iterations_is_refused(tmp_path, iterations):
+    """The error shows what was given."""
+    with pytest.raises(ValueError, match=f"an integer of at least 1, got {iterations!r}$"):
         a_trainer(tmp_path).explain(iterations)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from chainring import _random
+from chainring._checks import is_integer
 from chainring._messages import Text, info, warn
 from chainring._progress import Trainer
 from chainring.iterators.base import find_main_iterator
@@ -48,8 +49,8 @@ _RESTORED = "raised in {}{}; all state has been restored"
 
 def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
     """Return the plan as text, see `Trainer.explain`. If the run has started, its triggers are already initialized."""
-    if iterations < 1:
-        raise ValueError(f"explain predicts 1 iteration or more, got {iterations}")
+    if not is_integer(iterations) or iterations < 1:
+        raise ValueError(f"explain plans a number of iterations, an integer of at least 1, got {iterations!r}")
     entries = sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # as they run
     updater = SimulatedUpdater(trainer.updater)
     first, limit = updater.iteration + 1, updater.iteration + iterations

@@ -56,6 +56,15 @@ _Step: TypeAlias = tuple[Entry, Callable[[], Any] | None, Callable[["Trainer"], 
 """What an iteration does with an extension: observe, ask the trigger, call; ``None`` where there is nothing to do."""
 
 
+def _hint_at_second(given: Any) -> str | None:
+    """Return where what is given in the place of the stop trigger belongs, if it is data or an extension."""
+    if isinstance(given, type(Entry.defaults)):  # an Extension
+        return "trainer.extend(extension) adds an extension"
+    is_data = hasattr(given, "__iter__") or hasattr(given, "__len__")
+    is_trigger = callable(given) or isinstance(given, (tuple, list, str))
+    return f"for data to validate on, {_hints.EVALUATOR}" if is_data and not is_trigger else None
+
+
 class Trainer(Stateful):
     """Runs an updater until the stop trigger fires, and each extension whenever its trigger fires.
 
@@ -109,6 +118,9 @@ class Trainer(Stateful):
     ) -> None:
         if not callable(getattr(updater, "update", None)):
             raise TypeError(f"a trainer takes an updater, such as StandardUpdater, first; got {type(updater).__name__}")
+        if (hint := _hint_at_second(stop_trigger)) is not None:
+            rule = 'a trainer takes the stop trigger second, such as (20, "epoch")'
+            raise TypeError(f"{rule}; got {type(stop_trigger).__name__}: {hint}")
         if not isinstance(config, (Mapping, type(None))):
             raise TypeError(f"config is a mapping of settings, such as vars(args); got {type(config).__name__}")
         if not isinstance(extensions, Iterable):
@@ -401,7 +413,7 @@ class Trainer(Stateful):
         Interval, schedule and once triggers are predicted; for all others the plan says "asked each iteration".
 
         Raises:
-            ValueError: ``iterations`` is below 1.
+            ValueError: ``iterations`` is not an integer of at least 1.
         """
         return _preview.explain(self, iterations, self._run.started_at is not None)
 

@@ -160,6 +160,7 @@ def test_what_cannot_be_put_back_is_refused(tmp_path):
         ({"smallest": 1.0, "largest": 0.1}, ValueError, "0 < smallest < largest"),
         ({"largest": float("inf")}, ValueError, "0 < smallest < largest"),
         ({"count": 5}, ValueError, "at least 10, got 5"),
+        ({"count": "20"}, ValueError, "an integer of at least 10, got '20'"),
         ({"key": "main/los"}, ValueError, r"'main/los' is not reported by an update; reported were \['main/loss'\]"),
         ({"optimizer": "other"}, KeyError, "other"),
         ({"smallest": 1e30, "largest": 1e300, "count": 20}, RuntimeError, "the loss was not finite"),

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from chainring._checks import is_integer, is_number
+from chainring._hints import LEARNING_RATES, hinting
 from chainring.training._preview import list_unsaved
 from chainring.training._run import prepare
 from chainring.training.extensions.lr_scheduler import set_value
@@ -62,6 +63,7 @@ class LearningRates:
         save_figure(figure, Path(filename))
 
 
+@hinting(LEARNING_RATES)
 def find_learning_rate(
     trainer: Trainer,
     smallest: float = 1e-6,
@@ -97,9 +99,12 @@ def find_learning_rate(
         RuntimeError: the run has started, or the data run out, or the loss is not finite, before 10 updates.
         ValueError: the rates or their number are out of range; the key is not reported; or updates change what is not
             saved, which cannot be put back.
-        TypeError: the optimizer has no learning rate that is a number.
+        TypeError: ``trainer`` is none; the optimizer has no learning rate that is a number.
         KeyError: there is no optimizer of that name.
     """
+    if not isinstance(trainer, Trainer):
+        rule = "find_learning_rate() takes a trainer first, which holds the updater, the model and the data"
+        raise TypeError(f"{rule}; got {type(trainer).__name__}: write find_learning_rate(Trainer(updater))")
     if not (is_number(smallest) and is_number(largest) and 0 < smallest < largest < math.inf):
         raise ValueError(f"rates are tried from smallest to largest, 0 < smallest < largest, got {smallest!r}, {largest!r}")
     if not is_integer(count) or count < _LEAST:
