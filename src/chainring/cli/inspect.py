@@ -87,7 +87,7 @@ def _inspect(options: argparse.Namespace) -> None:
     from chainring.training._control import describe_entry  # which few runs need
 
     with suppress(OSError, ValueError):  # it was saved elsewhere than in a run
-        run = FinishedRun(split(saved.path)[0])
+        run = FinishedRun(str(split(saved.path)[0]))
         about["faults"], commands = run.faults(), run.record.get("commands", ())
         done = [entry for entry in commands if "refused" not in entry and entry["iteration"] <= manifest.iteration]
         about["commands"] = done

@@ -203,29 +203,29 @@ def load_snapshot(
     """
     with without_collections(), StoredTensors(source, comm.world) as stored:
         state = whole = _values.decode(stored.text, stored.tensors)
+        ranks, is_model = as_communicator(getattr(obj, "comm", Communicator())), is_module(obj)
         if (size := whole.get(f"{BY_RANK}size")) is not None:
-            data_ranks = as_communicator(getattr(obj, "comm", Communicator()))
-            kept = choose_rank(whole, data_ranks)
-            if kept and not path_in_snapshot and not is_module(obj) and data_ranks.is_main:
+            kept = choose_rank(whole, ranks)
+            if kept and not path_in_snapshot and not is_model and ranks.is_main:
                 consequence = f"all continue with the state of rank 0 where ranks had their own: {', '.join(kept)}"
-                announce_change("number of ranks", size, data_ranks.size, consequence)
-        if path_in_snapshot or is_module(obj):
+                announce_change("number of ranks", size, ranks.size, consequence)
+        if path_in_snapshot or is_model:
             prefix = f"{path_in_snapshot.strip('/')}/" if path_in_snapshot else model_prefix(state, source)
             name, _, below = prefix.removeprefix(_MODEL).partition("/")
             changed = state.get(f"updater/changed_buffers:{name}", {}) if prefix.startswith(_MODEL) else {}
             recorded = {path.removeprefix(below): layouts for path, layouts in changed.items() if path.startswith(below)}
-            if is_module(obj) and recorded:
+            if is_model and recorded:
                 module = unwrap(obj)
                 restore_layouts(module, buffer_layouts(module), recorded, lambda path: read_stored(whole.get(prefix + path)))
             state = {key.removeprefix(prefix): value for key, value in whole.items() if key.startswith(prefix)}
             if prefix and not state:
                 raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
-        if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
+        if not is_model and serialize_method(obj) is None and "state_dict" not in state:
             raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
         saved = DictionaryDeserializer(state, strict)
         saved.place, saved.origin = source.place, stored
-        saved.directory = None if is_module(obj) else source.folder_beside(stored.manifest)
-        saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
+        saved.directory = None if is_model else source.folder_beside(stored.manifest)
+        saved.comm = ranks
         saved.visit("", unwrap(obj))
 
 

@@ -26,7 +26,7 @@ from chainring._distributed.sharding import assign_writers, is_sharded
 from chainring._files import Sink, SizedSink, atomic_write, below_home, is_url
 from chainring._version import versions
 from chainring.serializers import _safetensors, _values
-from chainring.serializers._store import STATE, Place, SavedSnapshot, Snapshots, WriteFile, Written, open_store, split
+from chainring.serializers._store import STATE, Place, SavedSnapshot, Snapshots, WriteFile, Written, split
 from chainring.serializers._values import TENSORS, copy_value, digest_value, find_aliases, move
 from chainring.serializers.protocol import (
     ENTRIES,
@@ -256,14 +256,14 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
     if is_saved_as_file(obj):
         save_tensors(path, module_tensors(obj))
         return
-    above, name = split(path)
-    state = capture(obj, None if is_url(above) else Path(above))
+    files, name = split(path)
+    state = capture(obj, Path(path).parent if files.is_local else None)
     count = state.target.get("updater/iteration", state.target.get("iteration", 0))
     iteration = count if isinstance(count, int) else 0
 
     def commit(values: dict[str, Any], load: Load | None = None) -> None:
         state.target |= values
-        Checkpoint(state).commit(open_store(above), name, iteration, load=load)
+        Checkpoint(state).commit(Snapshots(files), name, iteration, load=load)
 
     if is_module(obj) and any(map(is_sharded, state.target.values())):
         from chainring._distributed.gathering import write_on_one_rank  # which few programs need
@@ -476,8 +476,7 @@ def replacing(target: Place) -> Iterator[BinaryIO]:
         with atomic_write(Path(target), durable=True) as file:
             yield file
         return
-    above, name = split(target)
-    files = open_store(above).files
+    files, name = split(target)
     if SavedSnapshot(files, name).exists():
         raise FileExistsError(f"{target} is a snapshot, and is not replaced by a file; choose another name")
     with tempfile.TemporaryFile(prefix="chainring-") as content:  # whoever writes it may go back in it

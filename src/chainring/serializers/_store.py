@@ -407,15 +407,15 @@ def open_place(address: Place) -> base.Place:
     return base.Directory(address)
 
 
-def split(place: Place) -> tuple[str, str]:
-    """Return the path or the address above one, and its name there."""
-    if not is_url(place):
-        return str(Path(place).parent), Path(place).name
-    url = os.fspath(place)
+def split(address: Place) -> tuple[base.Place, str]:
+    """Return the place above a path or an address, and the name there."""
+    if not is_url(address):
+        return base.Directory(Path(address).parent), Path(address).name
+    url = os.fspath(address)
     if not has_name(url):
         raise ValueError(f"{url} is a whole bucket; give what lies in it, such as {url.rstrip('/')}/run/snapshot_iter_100")
     above, _, name = open_place(url).url.rpartition("/")
-    return above, name
+    return open_place(above), name
 
 
 def has_name(url: str) -> bool:
@@ -426,8 +426,8 @@ def has_name(url: str) -> bool:
 def open_file(place: Place) -> StoredFile:
     """Open a regular file at a path or an address."""
     if is_url(place):
-        above, name = split(place)
-        return open_place(above).open(name)
+        files, name = split(place)
+        return files.open(name)
     resolved = Path(os.path.realpath(place))  # a person may have made a link to it
     if os.path.lexists(resolved) and not is_regular(resolved):
         raise ValueError(f"{place} is not a regular file; give the path of a model's file")
@@ -443,8 +443,7 @@ def open_store(place: Place) -> Snapshots:
 
 def find_snapshot(place: Place) -> SavedSnapshot:
     """Return what may be a snapshot at a path or an address; a link in an object store is followed."""
-    above, name = split(place)
-    files = open_place(above)
+    files, name = split(place)
     saved = SavedSnapshot(files, name)
     if files.is_local or saved.exists() or (target := files.link_target(name)) is None:
         return saved
@@ -502,9 +501,9 @@ def explain_absence(place: Place) -> Exception:
     run, (above, name) = open_store(place), split(place)
     is_local, keys = run.files.is_local, sorted(key for key in run.files.sizes("") if not key.startswith("."))
     if not keys and not (is_local and os.path.exists(place)):
-        if (target := open_place(above).link_target(name)) is not None:
+        if (target := above.link_target(name)) is not None:
             return FileNotFoundError(f"{place} is a link to {target}, which is not there")
-        names = open_store(above).names() if (os.path.isdir(above) if is_local else has_name(above)) else []
+        names = Snapshots(above).names() if (os.path.isdir(above.url) if is_local else has_name(above.url)) else []
         remedy = (
             f"{above} has {list_names(names, _MAX_NAMES)}" if names else "give the path of a snapshot or of a model's file"
         )
