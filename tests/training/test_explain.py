@@ -70,13 +70,18 @@ def test_the_plan_of_a_fresh_run_is_what_fires(tmp_path, examples, batch_size):
     assert plan == ran(trainer, fires)
 
 
+@pytest.mark.parametrize("is_loaded_first", [False, True])
 @pytest.mark.parametrize("saved_after", [1, 2, 3, 6, 7, 9])
-def test_the_plan_of_a_resumed_run_is_what_fires(tmp_path, saved_after):
-    """From where the saved run stood, with the state of its triggers."""
+def test_the_plan_of_a_resumed_run_is_what_fires(tmp_path, saved_after, is_loaded_first):
+    """From where the saved run stood, with the state of its triggers, whether these were there before it was loaded."""
     saved, _ = extended(a_trainer(tmp_path, DataUpdater(7, 2), (saved_after, "iteration")))
     saved.run()
-    trainer, fires = extended(a_trainer(tmp_path, DataUpdater(7, 2), (14, "iteration")))
-    trainer.load_state_dict(saved.state_dict())
+    trainer = a_trainer(tmp_path, DataUpdater(7, 2), (14, "iteration"))
+    if is_loaded_first:
+        trainer.load_state_dict(saved.state_dict())
+    trainer, fires = extended(trainer)
+    if not is_loaded_first:
+        trainer.load_state_dict(saved.state_dict())
     plan = planned(trainer)
     assert plan == ran(trainer, fires)
 

@@ -415,6 +415,7 @@ class Trainer(Stateful):
         Raises:
             ValueError: ``iterations`` is not an integer of at least 1.
         """
+        self._run.loaded_state.restore(self)  # of extensions that were registered after it was loaded
         return _preview.explain(self, iterations, self._run.started_at is not None)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
