@@ -102,6 +102,25 @@ def test_a_rehearsal_of_a_resumed_run_leaves_no_trace(tmp_path):
     assert outcomes[0] == outcomes[1]
 
 
+def test_a_rehearsal_keeps_the_state_of_extensions_that_come_after_loading(tmp_path):
+    """Although it takes a snapshot, to which their state belongs."""
+
+    def made(out, stop, state=None):
+        trainer = training.Trainer(updater_of(), (stop, "iteration"), str(tmp_path / out))
+        if state is not None:
+            trainer.load_state_dict(state)
+        trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+        trainer.extend(extensions.snapshot())
+        return trainer
+
+    first = made("first", 2)
+    first.run()
+    trainer = made("second", 3, first.state_dict())
+    trainer.rehearse()
+    trainer.run()
+    assert [row["iteration"] for row in trainer.get_extension(extensions.LogReport).log] == [1, 2, 3]
+
+
 @pytest.mark.filterwarnings("ignore:two updates")  # its data take down what is asked for
 def test_every_extension_is_called_once_in_a_scratch_directory(tmp_path):
     """Also one whose trigger would fire in a week; nothing is written to `out`."""

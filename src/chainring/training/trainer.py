@@ -485,6 +485,7 @@ def preserved(trainer: Trainer, trial: str) -> contextlib.AbstractContextManager
         raise RuntimeError(f"{trial} must be called before run(), which has started; make a new trainer")
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself asks
         raise unguarded()
+    trainer._run.loaded_state.restore(trainer)  # now, since a trial that saves would do so within, and it would be put back
     return _preview.preserved(trainer, trainer._run.carried, trial)
 
 
