@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring.serializers._values import is_same_value
@@ -381,8 +382,8 @@ def load_optimizer(
     for group in optimizer.param_groups[len(made) :]:  # of a saved run that has added them
         made.append({key: value for key, value in group.items() if isinstance(value, _CONSTANTS)})
     saved = {**(extra or {}), "state": state, "param_groups": groups}
-    is_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
-    optimizer.load_state_dict({**saved, "state": _without_arrays(state)} if is_torch else saved)
+    is_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict  # which fails on arrays, put back below
+    optimizer.load_state_dict({**saved, "state": tree_map_only(np.ndarray, lambda _: None, state)} if is_torch else saved)
     live = optimizer.state_dict()["state"]  # of a wrapper, that of the optimizer in it
     for position, entries in state.items():
         loaded = live.get(position)
@@ -552,15 +553,6 @@ def filled(setting: Any, value: Any) -> Any:
         return value
     with torch.no_grad():
         return setting.copy_(value) if isinstance(value, Tensor) else setting.fill_(value)
-
-
-def _without_arrays(saved: Any) -> Any:
-    """Return state without what torch's ``load_state_dict`` fails on, and `_with_dtypes` puts back."""
-    if isinstance(saved, Mapping):
-        return {key: _without_arrays(value) for key, value in saved.items()}
-    if type(saved) in (list, tuple, deque):
-        return type(saved)(map(_without_arrays, saved))
-    return None if isinstance(saved, np.ndarray) else saved
 
 
 def _with_dtypes(loaded: Any, saved: Any) -> Any:
