@@ -231,12 +231,13 @@ def put_generators(state: tuple[Restore, ...]) -> None:
 
 
 def _take_host() -> tuple[Restore, ...]:
-    bits, numpy = np.random.get_bit_generator(), np.random.get_state(legacy=False)  # type: ignore[attr-defined]
+    module: Any = np.random  # whose annotations lack these functions before NumPy 2.5
+    bits, numpy = module.get_bit_generator(), module.get_state(legacy=False)
 
     def restore_numpy() -> None:
-        if np.random.get_bit_generator() is not bits:  # type: ignore[attr-defined]
-            np.random.set_bit_generator(bits)  # type: ignore[attr-defined]
-        np.random.set_state(numpy)
+        if module.get_bit_generator() is not bits:
+            module.set_bit_generator(bits)
+        module.set_state(numpy)
 
     return partial(random.setstate, random.getstate()), restore_numpy, partial(torch.set_rng_state, torch.get_rng_state())
 

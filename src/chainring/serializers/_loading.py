@@ -586,7 +586,8 @@ class _Stream:
         except OSError as error:
             self.failure = self.failure or CorruptError(f"{part.file.path} cannot be read: {error}")
         key = block.name, block.number
-        self.crcs[key] = crc = zlib.crc32(memoryview(content.numpy()), self.crcs.get(key, 0))  # type: ignore[arg-type]
+        array: Any = content.numpy()
+        self.crcs[key] = crc = zlib.crc32(array, self.crcs.get(key, 0))
         if first * dtype.itemsize + size == whole and part.crc not in (crc, None):
             problem = f"{part.file.path} has other bytes of {block.name!r} than were written"
             self.failure = self.failure or CorruptError(problem)

@@ -164,8 +164,8 @@ def read(source: StoredFile | str | os.PathLike[str]) -> dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in stored.items():
         if entry.same_as is None:
-            content = source.read(entry.span[0], entry.span[1] - entry.span[0])
-            crc = zlib.crc32(memoryview(content.numpy()), crc)  # type: ignore[arg-type]
+            content: Any = source.read(entry.span[0], entry.span[1] - entry.span[0])
+            crc = zlib.crc32(content.numpy(), crc)
             tensors[name] = to_tensor(content, entry.dtype, entry.shape, entry.strides)
     _compare(source, expected, crc)
     return {name: tensors[stored[name].same_as or name] for name in sorted(stored)}
