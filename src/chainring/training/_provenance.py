@@ -50,9 +50,7 @@ _WORDS = (
     r"|(?:api|access|private|secret|wandb|auth)[_-]?key)s?"
 )
 _SECRET_NAME = re.compile(rf"{_WORDS}$", re.IGNORECASE)  # of an option, a key or a variable
-_NO_SECRET = re.compile(  # as the pad_token of texts, or a variable in which one is
-    r"-?[\d.]{0,8}|<.*>|\[.*\]|\$[({].*[)}]|(?-i:\$[A-Z_]+)|true|false|none|null", re.IGNORECASE
-)
+_NO_SECRET = re.compile(r"-?[\d.]{0,8}|<.*>|\[.*\]|true|false|none|null", re.IGNORECASE)  # as the pad_token of texts
 _SECRET_FILE = re.compile(
     r"(?:^|/)(?:[._]?netrc|\.pypirc|\.npmrc|\.git-credentials|id_(?:rsa|dsa|ecdsa|ed25519)|\.(?:aws|ssh)/|\.env)"
     r"|(?:secret|credential|passw(?:or)?d|api_?key)[^/]*$|\.(?:env|pem|key|p12|pfx|jks|keystore|kdbx)$",
@@ -69,8 +67,10 @@ _SECRET = re.compile(
     r"[bfr]?[\"'][^\"'\s<>{}\[\]]{6,}[\"'])"
     r"|(?i:(?:login|key|auth|wandb)\w*[^\n]{0,40}?[\"'](?=[a-z_-]*\d)(?=[\d_-]*[a-z])[a-z0-9_-]{32,}[\"'])"
 )
-_LINE = re.compile(r"^[+\- ]?[ \t]*(?:export[ \t]+)?([\w.-]+)[ \t]*[:=][ \t]*(\S{6,})[ \t]*$", re.MULTILINE)
-"""A name and its value in a file that has no quotes."""
+_LINE = re.compile(
+    r"^[+\- ]?[ \t]*(?:export[ \t]+)?([\w.-]+)[ \t]*[:=][ \t]*(?![\"']?\$(?:[({]|[A-Z_]+\b))(\S{6,})[ \t]*$", re.MULTILINE
+)
+"""A name and its value in a file that has no quotes, unless that refers to a variable."""
 
 
 @functools.cache
