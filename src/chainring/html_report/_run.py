@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from chainring._files import from_json, is_url, read_regular
-from chainring._places.base import RemoteError
+from chainring._places.base import MANIFEST, RemoteError
 from chainring._runs.finished import FinishedRun, as_mapping
 from chainring.html_report._log import MAX_ROWS, Log, LogFile
-from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots, Thinned
+from chainring.serializers._store import CorruptError, Place, Snapshots, Thinned
 from chainring.training._advice import advise
 from chainring.training._run_directory import NamePattern
 
@@ -186,7 +186,7 @@ def _read_snapshots(store: Snapshots, templates: Iterable[str], verify: bool) ->
             continue
         iteration, epoch = None, None
         if manifest is None:
-            size = sum(size or 0 for size in saved.sizes(Manifest(name, 0, {}, {})).values())
+            size = sum(size or 0 for file, size in store.files.sizes(name).items() if file != MANIFEST)
         else:
             about, iteration = manifest.about, manifest.iteration
             epoch = about["epoch"] if isinstance(about.get("epoch"), int) else None

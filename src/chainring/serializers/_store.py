@@ -132,11 +132,6 @@ class SavedSnapshot:
             raise Thinned(self.path, manifest)
         return manifest
 
-    def sizes(self, manifest: Manifest) -> dict[str, int | None]:
-        """Return the bytes of each file that is there, without the manifest; ``None`` of what is not a regular file."""
-        sizes = self._files.sizes(self.folder(manifest), manifest.files)
-        return {name: size for name, size in sizes.items() if manifest.folder or name != MANIFEST}
-
     def folder(self, manifest: Manifest) -> str:
         """Return the folder of the files, from the place of the run."""
         was_moved = manifest.folder.startswith("../")  # and they were not
@@ -166,7 +161,8 @@ class SavedSnapshot:
             OSError: one of them cannot be read.
         """
         manifest = self.read_manifest()
-        present = self.sizes(manifest)
+        sizes = self._files.sizes(self.folder(manifest), manifest.files)
+        present = {name: size for name, size in sizes.items() if manifest.folder or name != MANIFEST}
         missing, extra = sorted(manifest.files.keys() - present.keys()), sorted(present.keys() - manifest.files.keys())
         if missing or extra:
             raise CorruptError(f"{self.path} is not what was written: missing {missing}, too many {extra}")
