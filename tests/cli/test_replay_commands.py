@@ -520,6 +520,7 @@ def test_a_replay_of_more_than_three_seconds_shows_a_bar_on_a_terminal_alone(pla
             "where nothing is changed; give another directory",
         ),
         (["replay", "{run}", "--to", "5", "--save", "{script}", "{script}"], "is there already"),
+        (["replay", "{run}", "--to", "5", "--save", "{link}", "{script}"], "is there already; give a new directory"),
         (["replay", "nowhere", "--to", "5", "{script}"], "there is no directory nowhere"),
         (["batch", "{run}", "0", "{script}"], "the first iteration is 1"),
         (["bisect", "{run}", "--bad", "main/loss", "{script}"], 'KEY <, <=, >, >= or == NUMBER, such as "main/loss > 10"'),
@@ -536,8 +537,11 @@ def test_a_replay_of_more_than_three_seconds_shows_a_bar_on_a_terminal_alone(pla
     ],
 )
 def test_what_cannot_be_done_is_refused_with_2(place, capsys, arguments, text):
-    """And says why."""
-    given = [each.format(run=place / "sound", script=place / "train.py") for each in arguments]
+    """And says why; a link to an empty directory is not removed for it."""
+    (place / "empty").mkdir(exist_ok=True)
+    if not (link := place / "link").is_symlink():
+        link.symlink_to(place / "empty")
+    given = [each.format(run=place / "sound", script=place / "train.py", link=link) for each in arguments]
     try:
         status = main(given)
     except SystemExit as error:

@@ -55,7 +55,7 @@ def new_directory(given: str, run: Path) -> str:
         raise ValueError(f"{given} is an address; give a new directory, and copy it there")
     if path.resolve().is_relative_to(run):
         raise ValueError(f"{given} lies in {run}, where nothing is changed; give another directory")
-    if path.is_dir() and not any(path.iterdir()):
+    if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
         path.rmdir()
     if os.path.lexists(path):
         raise FileExistsError(f"{given} is there already; give a new directory")
