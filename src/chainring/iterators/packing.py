@@ -34,6 +34,7 @@ class _Documents(NamedTuple):
     numbers: Indices  # by which they are known in ``document_ids``
     positions: Indices  # in the stream of documents, counted from the first
     epochs: Indices  # of their passes
+    tokens: NDArray[np.object_]  # an array of each, without its separator
 
     def at(self, rows: Any) -> _Documents:
         return _Documents(*[column[rows] for column in self])
@@ -42,27 +43,25 @@ class _Documents(NamedTuple):
         return _Documents(*map(np.concatenate, zip(self, others, strict=True)))
 
 
-_NO_DOCUMENTS = _Documents(*[_NO_TOKENS] * 4)
+_NO_DOCUMENTS = _Documents(*[_NO_TOKENS] * 4, np.empty(0, object))
 
 
 class _Fetch(NamedTuple):
     """Documents that were fetched together."""
 
     start: int  # the position of the first
+    end: int  # the position after the last
     before: IndexedIterator  # as it was then
-    tokens: list[NDArray[np.integer]]  # of each
 
 
 class _Rows(NamedTuple):
-    """Rows of whole documents that were found together. Their pieces are documents, and at the end of each what is left."""
+    """Rows of whole documents that were found together."""
 
-    tokens: list[NDArray[np.integer]]  # of each piece
-    numbers: Indices  # of the document of each piece
-    counts: Indices  # of the tokens of each piece
+    pieces: _Documents  # these documents, and at the end of each row what is left
     ends: list[int]  # of rows, counted in pieces, and before them the beginning of the first
 
 
-_NO_ROWS = _Rows([], _NO_TOKENS, _NO_TOKENS, [0])
+_NO_ROWS = _Rows(_NO_DOCUMENTS, [0])
 
 
 class _Position(NamedTuple):
@@ -71,7 +70,7 @@ class _Position(NamedTuple):
     documents: _Documents = _NO_DOCUMENTS  # fetched and not packed, or not whole; first those of the rows, row by row
     offset: int = 0  # of the first of them, how many tokens are packed
     packed: int = 0  # documents that are packed to their end
-    fetches: tuple[_Fetch, ...] = ()  # with those of all documents that wait
+    fetches: tuple[_Fetch, ...] = ()  # those of all documents that wait
     fetched: int = 0  # documents
     rows: _Rows = _NO_ROWS
     row: int = 0  # the next of them
@@ -239,7 +238,7 @@ class PackingIterator(Iterator):
             )
         waiting = at.waiting.tolist()
         needed = _needed(at.fetches, waiting)
-        first, source = needed[0][:2] if needed else (at.fetched, self.source)
+        first, source = (needed[0].start, needed[0].before) if needed else (at.fetched, self.source)
         serializer.visit("source", source if isinstance(serializer, Serializer) else self.source)
         saved = _Saved(
             serializer("first", first),
@@ -312,7 +311,7 @@ class _Packing:
             firsts = np.zeros(count, np.int64)
             firsts[0] = self._offset
             counts = np.minimum(ends[:count], places) - starts[:count] - firsts
-            tokens = self._find_tokens(documents.positions[:count])
+            tokens = documents.tokens[:count].tolist()
             tokens[-1] = tokens[-1][: firsts[-1] + counts[-1]]
             tokens[0] = tokens[0][self._offset :]
             self._put(tokens, (documents.numbers[:count], counts, firsts), [count - 1] if is_cut else [])
@@ -338,13 +337,6 @@ class _Packing:
         self._tokens += tokens
         self._pieces.append(pieces)
 
-    def _find_tokens(self, positions: Indices) -> list[NDArray[np.integer]]:
-        """Return the tokens of documents that were fetched."""
-        starts = np.array([fetch.start for fetch in self.fetches])
-        owners = starts.searchsorted(positions, "right") - 1
-        places = zip(owners.tolist(), (positions - starts[owners]).tolist(), strict=True)
-        return [self.fetches[owner].tokens[place] for owner, place in places]
-
     def _fill_by_length(self) -> int:
         filled, of_batch = 0, self._iterator.batch_size
         while filled < of_batch and self._look_ahead():
@@ -352,11 +344,10 @@ class _Packing:
             self._row = min(row + of_batch - filled, len(ends) - 1)
             filled += self._row - row
             first, last = ends[row], ends[self._row]
-            counts = self._rows.counts[first:last]
+            pieces = self._rows.pieces.at(slice(first, last))
             unused = [end - first - 1 for end in ends[row + 1 : self._row + 1]]
-            pieces = self._rows.numbers[first:last], counts, np.zeros_like(counts)
-            self._put(self._rows.tokens[first:last], pieces, unused)
-            self._pack(len(counts) - len(unused))
+            self._put(pieces.tokens.tolist(), (pieces.numbers, pieces.lengths, np.zeros_like(pieces.lengths)), unused)
+            self._pack(last - first - len(unused))
         return filled
 
     def _pack(self, count: int) -> None:
@@ -387,10 +378,9 @@ class _Packing:
         """Keep rows of documents that were chosen, each with the number of none behind it, and so many places not used."""
         pieces, ends = self.documents.at(np.minimum(chosen, none - 1)), np.flatnonzero(chosen == none)
         pieces.lengths[ends], pieces.numbers[ends] = unused, _NONE
-        tokens = self._find_tokens(pieces.positions)
-        for end, count in zip(ends.tolist(), unused, strict=True):
-            tokens[end] = np.zeros(count, np.int64)
-        self._rows, self._row = _Rows(tokens, pieces.numbers, pieces.lengths, [0, *(ends + 1).tolist()]), 0
+        zeros = np.zeros(max(unused), np.int64)
+        pieces.tokens[ends] = np.fromiter((zeros[:count] for count in unused), object, len(unused))
+        self._rows, self._row = _Rows(pieces, [0, *(ends + 1).tolist()]), 0
         packed, waits = chosen[chosen < none], np.ones(len(self.documents.lengths), bool)
         waits[packed] = False
         self.documents = self.documents.at(np.concatenate([packed, np.flatnonzero(waits)]))
@@ -419,8 +409,9 @@ class _Packing:
         of_pass = epoch * iterator.pass_size + position + counted  # in passes, which a mixture has only of each source
         epochs = np.zeros_like(counted) if isinstance(source, MixtureIterator) else of_pass // iterator.pass_size
         waiting = self.documents.positions
-        self.documents = self.documents.before(_Documents(lengths, numbers, self.fetched + counted, epochs))
-        self.fetches = [*_needed(self.fetches, waiting), _Fetch(self.fetched, before, tokens)]
+        documents = np.fromiter(tokens, object, len(tokens))
+        self.documents = self.documents.before(_Documents(lengths, numbers, self.fetched + counted, epochs, documents))
+        self.fetches = [*_needed(self.fetches, waiting), _Fetch(self.fetched, self.fetched + len(examples), before)]
         self.fetched += len(examples)
         self._refuse_empty_passes()
         return True
@@ -449,37 +440,43 @@ def _find_rows(lengths: Indices, least: int, length: int) -> tuple[Indices, list
 
     A row takes the first that fits, again and again; behind its last comes the number of documents, which is that of none.
     """
-    none, first, shortest = len(lengths), 0, int(lengths.min())
-    waiting, sizes = np.append(lengths, 0), [*lengths.tolist(), 0]  # one more than fits if it is packed
-    fits, limit = np.empty(none + 1, bool), np.zeros((), np.int64)
+    none, first, shortest, packed = len(lengths), 0, int(lengths.min()), length + 1
+    sizes = [*lengths.tolist(), 0]  # one more than fits if it is packed
+    waiting, fits = np.array(sizes, np.min_scalar_type(packed)), np.empty(none + 1, bool)
+    limit = np.zeros((), waiting.dtype)
     chosen: list[int] = []
     unused: list[int] = []
+    # hot path: "whole documents, packed" of benchmarks/data.py. What is called for each document is looked up once.
+    find, less_equal, choose = fits.argmax, np.less_equal, chosen.append
     while none - len(chosen) + len(unused) >= least:
         begin, left = len(chosen), length
-        while sizes[first] > length:
+        while sizes[first] == packed:
             first += 1
         at = first  # which fits into an empty row
         while at < none:
             left -= sizes[at]
-            sizes[at] = waiting[at] = length + 1
-            chosen.append(at)
+            sizes[at] = waiting[at] = packed
+            choose(at)
             at += 1  # none before fits, and often the next does
             if sizes[at] > left:
                 if left < shortest:
                     break
                 limit[()] = left
-                at = int(np.less_equal(waiting, limit, fits).argmax())
+                less_equal(waiting, limit, fits)
+                at = int(find())
         if left == length:  # those that are left are all empty
             del chosen[begin:]
             break
-        chosen.append(none)
+        if left >= shortest:  # nothing that waits fits into what is left
+            shortest = left + 1
+        choose(none)
         unused.append(left)
     return np.array(chosen, np.int64), unused
 
 
 def _needed(fetches: Iterable[_Fetch], waiting: Sequence[int] | Indices) -> list[_Fetch]:
     """Return the fetches from that of the first waiting document on."""
-    return [fetch for fetch in fetches if len(waiting) and waiting[0] < fetch.start + len(fetch.tokens)]
+    return [fetch for fetch in fetches if len(waiting) and waiting[0] < fetch.end]
 
 
 def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
