@@ -8,7 +8,7 @@ Both give tensors of batches of 100 in a random order, with nothing computed on 
 host for each example, unless ``example_rng=False``, so that augmentation does not depend on the number of workers; a
 ``DataLoader`` does not. So images are read three times: as both do by default, without seeding, and with it in both.
 A mixture is read beside a ``SerialIterator`` over one array as well. Of documents it is the rows of 1,024 tokens that are
-counted, which the other side packs by hand, without a state.
+counted, which the other side packs by hand, cutting documents at the ends of rows, without a state.
 A figure is the median of the rounds; a round reads each row for some epochs after a first one, in which workers are
 started; a ratio is taken round by round.
 """
@@ -141,6 +141,10 @@ def packed(documents: Sequence[np.ndarray], workers: int) -> Stream:
     yield from map(concat_examples, PackingIterator(documents, LENGTH, BATCH))
 
 
+def packed_whole(documents: Sequence[np.ndarray], workers: int) -> Stream:
+    yield from map(concat_examples, PackingIterator(documents, LENGTH, BATCH, split=False))
+
+
 def packed_by_hand(documents: Sequence[np.ndarray], workers: int) -> Stream:
     """Documents of a DataLoader one after the other, cut into rows."""
     loader: DataLoader[Any] = DataLoader(Indexed(documents), None, True)
@@ -252,6 +256,7 @@ def main() -> int:
             "a mixture of arrays": (arrays, 5, (loaded, mixture_of(*columns))),
             "the same, beside one array": (arrays, 5, (iterated, mixture_of(*columns)), BUDGET_BESIDE_SERIAL, (0,)),
             "documents, packed": (documents, 1, (packed_by_hand, packed), BUDGET, (0,)),
+            "whole documents, packed": (documents, 1, (packed_by_hand, packed_whole), BUDGET, (0,)),
             "images, Pillow": (images, 2, (loaded, iterated)),
             "the same, example_rng=False": (images, 2, (loaded, unseeded)),
             "the same, seeded in both": (images, 1, (loaded_seeded, iterated)),

@@ -28,8 +28,8 @@ from chainring.serializers.protocol import AbstractSerializer, Serializer, annou
 
 Weights = Mapping[str, float]
 
-_LONGEST_PERIOD = 1 << 16  # examples after which the sequence of sources repeats, if it is kept whole
-_BLOCK = 1 << 14  # examples that are computed at once, at most about
+_LONGEST_PERIOD = 1 << 16  # examples that are computed at once, at most about, if the sequence of sources repeats in them
+_BLOCK = 1 << 14  # and otherwise
 
 
 Arrangement = tuple[Indices, Indices, list[int]]
@@ -54,7 +54,7 @@ class Shares:
 
     def arrange(self, counts: Sequence[int], length: int) -> Arrangement:
         """Arrange the next examples, after each has given so many."""
-        if self.period > (_LONGEST_PERIOD if length >= _BLOCK else length):  # fewer are wanted of weights that change
+        if self.period > length:
             return _arrange(np.fromiter(self._generate(counts), np.int64, length), len(counts))
         place = sum(counts) % self.period, length
         if self._kept is None or self._kept[0] != place:
@@ -437,7 +437,8 @@ class MixtureIterator(MultiprocessIterator):
         shares, given = _shares_of(anchor.weights), anchor.given
         since = [count - before for count, before in zip(given, anchor.changed_at, strict=True)]
         # As many as these weights have had, which may change soon; a copy, which has no blocks yet, may be asked for few.
-        wanted = max(min(sum(since), _BLOCK) if self._blocks else 0, self.batch_size, offset + 1)
+        most = _BLOCK if shares.period > _LONGEST_PERIOD else _LONGEST_PERIOD
+        wanted = max(min(sum(since), most) if self._blocks else 0, self.batch_size, offset + 1)
         step = math.lcm(self.batch_size, shares.period)  # after which the arrangement is the same
         step = step if step <= wanted else self.batch_size
         longest = -(-wanted // step) * step

@@ -40,10 +40,11 @@ class _Documents(NamedTuple):
         return _Documents(*[column[rows] for column in self])
 
     def before(self, others: _Documents) -> _Documents:
-        return _Documents(*map(np.concatenate, zip(self, others, strict=True)))
+        columns: Any = map(np.concatenate, zip(self, others, strict=True))
+        return _Documents(*columns)
 
 
-_NO_DOCUMENTS = _Documents(*[_NO_TOKENS] * 4, np.empty(0, object))
+_NO_DOCUMENTS = _Documents(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, np.empty(0, object))
 
 
 class _Fetch(NamedTuple):
