@@ -49,6 +49,11 @@ class Communicator:
     lost: Collection[tuple[int, str]] = ()  # the processes of those that were, each by its number and its host
 
     @property
+    def may_lack(self) -> bool:
+        """True if, after a loss, ranks may be left of which one lacks what another has; of two ranks only one is left."""
+        return self.survives and self.size > 2
+
+    @property
     def is_main(self) -> bool:
         """True on the one rank that writes files and prints."""
         return self.rank == 0

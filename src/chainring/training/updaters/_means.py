@@ -91,9 +91,9 @@ class WeightedMean:
         if scheme.virtual is None and (buffers := list_buffers(list(scheme.models.values()))):
             scheme.updater.comm.broadcast(buffers)
 
-    def _sum_after(self, update: Update) -> Callable[[Tensor], Tensor] | None:
-        """Return what sums numbers over the ranks after all gradients; ``None`` where that is done beside them."""
-        return None
+    def _start_sum(self, comm: GroupCommunicator, update: Update, numbers: Tensor) -> Callable[[], Tensor]:
+        """Start to sum numbers over the ranks beside the gradients; return what waits for the sums, when those are there."""
+        return comm.start_sum(numbers)
 
     def _sum(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> Sequence[Any]:
         """Sum the gradients of optimizers over micro-batches and ranks, and return the sum of the weights of each.
@@ -126,7 +126,7 @@ class WeightedMean:
         counts = torch.ones(len(touched), **options) if all(touched) else torch.tensor(touched, **options)
         sums = torch.cat([fill(weights, **options), counts])
         if isinstance(comm, GroupCommunicator):
-            sums = total.finish(sums, self._sum_after(update))
+            sums = total.finish(sums, partial(self._start_sum, comm, update))
         else:  # a communicator of the user's, which cannot start sums: all at once
             comm.all_reduce([*(to_local(parameter.grad) for parameter in parameters), sums], average=False)
         if not all(touched):  # only then read the counts, which waits for the device
@@ -202,11 +202,8 @@ class RankSum(BucketedSum):
             check_strided(gradient)
         self._waits.append(self._comm.start_sum(torch.cat([gradient.detach().reshape(-1) for gradient in gradients])))
 
-    def finish(self, numbers: Tensor, sum_after: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Replace each gradient by its sum, after all ranks have sent theirs; return the sums of some numbers.
-
-        Those are summed beside the gradients, or by ``sum_after`` when they are there.
-        """
+    def finish(self, numbers: Tensor, start_sum: Callable[[Tensor], Callable[[], Tensor]]) -> Tensor:
+        """Replace each gradient by its sum, after all ranks have sent theirs; return the sums of some numbers."""
         gradients = [to_local(parameter.grad) for parameter in self.parameters]
 
         def send_all_from(first: int) -> None:
@@ -218,7 +215,7 @@ class RankSum(BucketedSum):
         # hot path: "two ranks, a plain model": a message more takes a tenth of the update; an accelerator is not waited for
         is_stale, is_joint = self.is_stale(gradients), self._sends and numbers.is_cpu
         numbers = torch.cat([numbers, numbers.new_tensor([is_stale])]) if is_joint else numbers
-        wait_for_sums = partial(sum_after, numbers) if sum_after is not None else self._comm.start_sum(numbers)
+        wait_for_sums = start_sum(numbers)
         wait_for_stale = self._comm.start_max(int(is_stale)) if self._sends and not is_joint else None
         sums = [wait() for wait in self._waits]
         numbers = wait_for_sums()
@@ -227,7 +224,7 @@ class RankSum(BucketedSum):
             self._waits = []
             send_all_from(0)
             sums = [wait() for wait in self._waits]
-            if sum_after is not None:
+            if self._comm.may_lack:
                 self._comm.barrier()
         for bucket, flat in zip(self.buckets, sums, strict=True):
             sizes = [gradients[index].numel() for index in bucket]

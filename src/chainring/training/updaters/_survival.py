@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chainring._distributed.group import GroupCommunicator
 from chainring._distributed.sharding import is_sharded
 from chainring._distributed.virtual_ranks import Node, fold
 from chainring.datasets._batches import require_count
@@ -50,7 +51,8 @@ class SurvivingMean(WeightedMean):
     """A mean over ranks of which some may be lost: all know what each has reported, which is not lost with it.
 
     It is exchanged before the step, after the gradients and in one message with their weights, so that no rank begins the
-    step before all can complete it; or at the end of an update of which all that it changes is put back.
+    step before all can complete it, or beside them where no rank may lack what another has; or at the end of an update of
+    which all that it changes is put back.
     """
 
     _agreed: _Agreed | None = None
@@ -62,14 +64,21 @@ class SurvivingMean(WeightedMean):
 
     def finish(self, update: Update, names: list[str], optimizers: list[Optimizer]) -> list[Optimizer]:
         counting = super().finish(update, names, optimizers)
-        if keeping.get() is None and self._scheme.updater.comm.size > 1 and self._sum_after(update) is None:
+        if keeping.get() is None and self._scheme.updater.comm.size > 1 and not self._agrees_with_sums(update):
             self._agree_at_step(update)
         return counting
 
-    def _sum_after(self, update: Update) -> Callable[[Tensor], Tensor] | None:
+    def _agrees_with_sums(self, update: Update) -> bool:
         # A callback after the exchange may report what all have to know too.
-        is_last = keeping.get() is None and not update.scheme.updater.callbacks.comm_on_finish
-        return partial(self._agree_at_step, update) if is_last else None
+        return keeping.get() is None and not update.scheme.updater.callbacks.comm_on_finish
+
+    def _start_sum(self, comm: GroupCommunicator, update: Update, numbers: Tensor) -> Callable[[], Tensor]:
+        if not self._agrees_with_sums(update):
+            return super()._start_sum(comm, update, numbers)
+        if comm.may_lack:
+            return partial(self._agree_at_step, update, numbers)
+        sums = self._agree_at_step(update, numbers)
+        return lambda: sums
 
     def _agree_at_step(self, update: Update, numbers: Tensor | None = None) -> Tensor:
         observation = current_observation() or {}
@@ -118,8 +127,11 @@ class SurvivingMean(WeightedMean):
         known = [tuple(map(float, pairs.get(key, (0, 0)))) for key in self._keys]
         products = [value * weight if weight else 0.0 for value, weight in known]  # also of a value that is not finite
         own = torch.tensor([is_new, float(weight), *products, *(weight for _, weight in known)], dtype=torch.float64)
-        comm = self._scheme.updater.comm
-        rows: Tensor = comm.start_all_gather(own if numbers is None else torch.cat([own, numbers]))()
+        own, comm = own if numbers is None else torch.cat([own, numbers]), self._scheme.updater.comm
         total: Tensor
-        (total,) = fold({Node(0, rank): row for rank, row in enumerate(rows)}, comm.size, Tensor.add_).values()
+        if comm.may_lack:
+            rows: Tensor = comm.start_all_gather(own)()
+            (total,) = fold({Node(0, rank): row for rank, row in enumerate(rows)}, comm.size, Tensor.add_).values()
+        else:  # a sum of two is the same in either order
+            total = comm.start_sum(own)()
         return total

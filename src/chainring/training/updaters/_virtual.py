@@ -550,7 +550,7 @@ class VirtualUpdate:
         audit = self._scheme.audit
         digests = () if audit is None else audit.pieces()
         finish = exchange.finish if comm.size > 1 else lambda: next(iter(total.nodes.values()))  # without a copy
-        gradients = finish() if comm.survives else None  # then who completes the agreement knows that all have the sums
+        gradients = finish() if comm.may_lack else None  # then who completes the agreement knows that all have the sums
         wait = ranks.agreements[number].start(findings, counting, ranks.deal, at_step=True, digests=digests)
         gradients = finish() if gradients is None else gradients
         findings, means = wait()  # of all ranks
@@ -577,7 +577,7 @@ class VirtualUpdate:
         comm = self._ranks.comm
         if comm.survives and comm.size > 1:
             self._ranks.statistics.exchange(comm, findings.changed)
-            if findings.is_stale or findings.changed:
+            if comm.may_lack and (findings.is_stale or findings.changed):
                 comm.barrier()
 
 
