@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from chainring._distributed.communicator import Communicator
 from chainring._distributed.virtual_ranks import Deal
 from chainring.datasets._batches import count_examples
 
+T = TypeVar("T")
 _WARM_UP = 2  # updates, in which much is compiled and allocated once
 _FIRST = 5  # of those after them are measured,
 _PERIOD = 8  # and then one in so many
@@ -34,7 +35,7 @@ def time_on(device: torch.device | None) -> Any:
 
 
 class Span:
-    """The times, on the host or on an accelerator, between which this rank has computed virtual ranks."""
+    """The times, on the host or on an accelerator, between which this rank has computed so many virtual ranks."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._device, self._count = device, count
@@ -43,6 +44,10 @@ class Span:
 
     def begin(self) -> None:
         self._began = time_on(self._device)
+
+    @property
+    def is_running(self) -> bool:
+        return self._began is not None
 
     def pause(self) -> bool:
         """Wait from now on; return whether this rank has computed."""
@@ -87,8 +92,14 @@ class Balance:
         self._updates += self._is_wanted
         since = self._updates - _WARM_UP
         is_measured = 0 < since <= _FIRST or (since > 0 and since % _PERIOD == 0)
-        self.span, self._ended = Span(self._device, len(deal.block(self._comm.rank))) if is_measured else None, None
+        self.span = Span(self._device, len(self.choose(deal.block(self._comm.rank)))) if is_measured else None
+        self._ended = None
         return deal
+
+    @staticmethod
+    def choose(computed: Sequence[T]) -> Sequence[T]:
+        """Return those that are measured of what a rank computes: not the last, of which gradients are sent meanwhile."""
+        return computed[:-1] or computed
 
     def end(self) -> None:
         self._ended = self.span

@@ -243,12 +243,13 @@ class VirtualUpdate:
             The weight of the update, and what was reported of earlier batches than the last, with its weights.
         """
         running, may_continue = list(self._parts), self._ranks.may_continue
+        measured = self._ranks.balance.choose(self._counted_parts)
         try:
             self._threads = _Threads(running) if may_continue and len(running) > 1 else None
             while running:
                 for part in list(running):
                     self._enter(part)
-                    with self._ranks.balance.computing() if part.counts else nullcontext():
+                    with self._ranks.balance.computing() if part in measured else nullcontext():
                         has_ended = self.compute(part) if self._threads is None else self._threads.resume(part)
                     self._leave(part)
                     if part.index % _BETWEEN == _BETWEEN - 1 and self._ranks.trim is not None:
@@ -432,7 +433,8 @@ class VirtualUpdate:
         is_final = update.is_last and not self._scheme.updater.callbacks.backward_on_finish and not ranks.may_continue
         is_last = is_final and part is self._parts[-1] and part.rows and not update.is_empty and self._sending is None
         # Where the backward is measured, it does not wait for others.
-        if not is_last or not ranks.overlaps or ranks.comm.size == 1 or ranks.balance.span is not None:
+        is_measured = ranks.balance.span is not None and ranks.balance.span.is_running
+        if not is_last or not ranks.overlaps or ranks.comm.size == 1 or is_measured:
             return nullcontext()
         self._sending = self._start_exchange(0, list_trained(self._scheme.optimizers.values()))
         return self._sending[1].sending()
