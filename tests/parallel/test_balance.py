@@ -178,6 +178,42 @@ def test_of_three_ranks_the_fast_one_has_most(tmp_path):
     assert max(slow, other) < fast
 
 
+class Layers(nn.Module):
+    """Two layers, each larger than the first bucket of gradients, which note when their gradients come."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(600, 600) for _ in range(2)])
+        for number, layer in enumerate(self.layers):
+            layer.weight.register_hook(lambda gradient, number=number: events.append(number))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def order_of_events(comm, out):
+    """In which order, in each of some updates, the gradients of the layers come and something is sent."""
+    events, updates, start_sum = [], [], comm.start_sum
+    comm.start_sum = lambda tensor: events.append("sent") or start_sum(tensor)
+    model = Layers(events)
+    data = SerialIterator(torch.ones(16, 600), 8, shuffle=False)
+    updater = StandardUpdater(
+        data, torch.optim.SGD(model.parameters(), lr=0.1), model, comm=comm, virtual_ranks=4, balance="speed"
+    )
+    trainer = Trainer(updater, (8, "iteration"), out=str(out))
+    trainer.extend(lambda trainer: updates.append(events[:]) or events.clear(), trigger=(1, "iteration"))
+    trainer.run()
+    return updates
+
+
+def test_gradients_are_sent_in_the_backward_also_while_ranks_are_measured(tmp_path):
+    """Of the last virtual rank of each, which is not measured, in five of eight updates."""
+    for updates in on_two_ranks(order_of_events, tmp_path):
+        assert [events[:4] for events in updates] == [[1, 0, 1, "sent"]] * 8
+
+
 class Measured(Communicator):
     """Two ranks, of which each measurement is told: seconds for a virtual rank."""
 

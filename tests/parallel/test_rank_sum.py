@@ -100,3 +100,33 @@ def test_gradients_are_sent_while_the_backward_runs(tmp_path):
     """Those of the last layer before the gradients of the first are computed."""
     for events in on_ranks(2, order_of_events, str(tmp_path)):
         assert events.index("sent") < events.index(0)
+
+
+def order_of_exchanges(comm, out):
+    """In the second update: what is begun, and what is waited for, "gradients" or the "numbers" beside them."""
+    events, updates = [], []
+
+    def noted(start):
+        def call(tensor):
+            what = "gradients" if tensor.numel() > WIDTH else "numbers"
+            events.append(("begun", what))
+            wait = start(tensor)
+            return lambda: events.append(("waited", what)) or wait()
+
+        return call
+
+    comm.start_sum, comm.start_all_gather = noted(comm.start_sum), noted(comm.start_all_gather)
+    model = Net("plain")
+    updater = StandardUpdater([torch.ones(6, WIDTH)] * 2, torch.optim.SGD(model.parameters(), lr=0.1), model, comm=comm)
+    trainer = Trainer(updater, (2, "iteration"), out=out)
+    trainer.extend(lambda trainer: updates.append(events[:]) or events.clear(), trigger=(1, "iteration"))
+    trainer.run()
+    return updates[1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_message_follows_the_gradients_unless_ranks_may_lack_them(tmp_path, size):
+    """Of three ranks two may be left, of which one lacks what the other has; of two ranks one is left."""
+    for events in on_ranks(size, order_of_exchanges, str(tmp_path), survive=True):
+        begun, waited = events.index(("begun", "numbers")), events.index(("waited", "gradients"))
+        assert ({"begun", "waited"}, begun < waited) == ({kind for kind, _ in events}, size == 2)
