@@ -135,7 +135,17 @@ def test_a_warning_of_a_line_is_shown_once_as_any_other(tmp_path):
         (
             (1e-9, "second"),
             'already finished at epoch 1, iteration 3, 0 seconds: the stop trigger is (1e-09, "second"); '
-            'raise the stop trigger to train further, for example to (2e-09, "second"), or give another out= for a new run',
+            'raise the stop trigger to train further, for example to (2, "second"), or give another out= for a new run',
+        ),
+        (
+            (1, "iteration"),
+            'already finished at epoch 1, iteration 3: the stop trigger is (1, "iteration"); '
+            'raise the stop trigger to train further, for example to (6, "iteration"), or give another out= for a new run',
+        ),
+        (
+            (0, "epoch"),
+            'already finished at epoch 1, iteration 3: the stop trigger is (0, "epoch"); '
+            'raise the stop trigger to train further, for example to (2, "epoch"), or give another out= for a new run',
         ),
         (
             lambda trainer: True,

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from chainring.iterators import LoaderIterator, SerialIterator
+from chainring.iterators import LoaderIterator, MixtureIterator, PackingIterator, SerialIterator
 from chainring.parallel import Communicator, RankFailed, create_communicator
 from chainring.training import Extension, StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, extensions
 from rank_pair import on_two_ranks
@@ -26,6 +26,9 @@ CASES = {
     "shuffle": ("True", "False"),
     "drop_last": ("True", "False"),
     "seed": ("3", "4"),
+    "weights": ("0.5", "0.25"),
+    "sources": ("['a', 12], ['b', 12]", "['a', 11], ['b', 13]"),
+    "weights of the documents": ("0.5", "0.25"),
     "accumulate": ("1", "2"),
     "accumulate_across_epochs": ("True", "False"),
     "precision": ("fp32", "bf16"),
@@ -107,6 +110,11 @@ def a_model(comm, different, setting):
 
 def an_iterator(different, setting):
     data = [(torch.ones(3), torch.ones(1))] * setting("length of an epoch", 24, 30)
+    if different in ("weights", "sources", "weights of the documents"):
+        at = setting("sources", 12, 11)
+        weights = {"a": 1, "b": setting(different, 1, 3) if different != "sources" else 1}
+        mixture = MixtureIterator({"a": data[:at], "b": data[at:]}, 6, weights=weights)
+        return PackingIterator(mixture, 4, 6) if different == "weights of the documents" else mixture
     if different == "drop_last":
         return DataLoader(data, 6, drop_last=setting("drop_last", True, False))
     return SerialIterator(

@@ -19,6 +19,7 @@ from chainring import _random, _version
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import describe_fsdp, is_sharded
 from chainring._progress import Trainer
+from chainring.iterators.base import Iterator
 from chainring.serializers._models import hyperparameters
 from chainring.serializers._store import Snapshots
 from chainring.serializers.protocol import Stateful, name_cleaner, parameter_names, unwrap
@@ -158,6 +159,11 @@ def _iterator_settings(iterator: Any) -> dict[str, Any]:
     loader = getattr(iterator, "loader", None)
     if loader is not None and hasattr(loader, "drop_last"):
         values |= {"drop_last": loader.drop_last, "sampler": type(getattr(loader, "sampler", None)).__qualname__}
+    if hasattr(iterator, "change_weights"):  # a mixture
+        sources = iterator.sources
+        values |= {"sources": list(zip(sources.names, sources.sizes, strict=True)), "weights": iterator.weights}
+    if isinstance(source := getattr(iterator, "source", None), Iterator):  # of the documents that are packed
+        values |= {f"{key} of the documents": value for key, value in _iterator_settings(source).items()}
     return {**settings, **values, "length of an epoch": length, **_arguments(iterator)}
 
 

@@ -730,6 +730,8 @@ def _describe_finished(trainer: Trainer) -> str:
     if not isinstance(trigger, ReachedTrigger):
         return f"{position}: {describe(trigger)} stops the training here; give another stop trigger to train further"
     seconds = f", {trainer.elapsed_time:.0f} seconds" if trigger.unit == "second" else ""
-    further = f'raise the stop trigger to train further, for example to ({2 * trigger.length:g}, "{trigger.unit}"), '
+    reached = math.ceil(trainer.elapsed_time) if trigger.unit == "second" else getattr(updater, trigger.unit)
+    more = 2 * (trigger.length if 2 * trigger.length > reached else reached) or 1
+    further = f'raise the stop trigger to train further, for example to ({more:g}, "{trigger.unit}"), '
     further += "or give another out= for a new run"
     return f'{position}{seconds}: the stop trigger is ({trigger.length:g}, "{trigger.unit}"); {further}'
