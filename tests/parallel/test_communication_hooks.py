@@ -131,6 +131,18 @@ def test_a_resumed_run_continues_the_state_of_each_rank_to_the_bit(compared, kin
         assert of_rank[kind] == (True, [], [])
 
 
+def alone(comm, kinds, out):
+    """The same of one rank, in a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return compare(comm, kinds, out)
+
+
+def test_one_rank_continues_its_state_to_the_bit(tmp_path):
+    """The residuals are those of buckets that DDP has laid out alike."""
+    (found,) = on_ranks(1, alone, ["powersgd", "state_dict"], str(tmp_path))
+    assert found == dict.fromkeys(["powersgd", "state_dict"], (True, [], []))
+
+
 def test_a_state_that_nobody_knows_is_warned_of_at_each_start(compared):
     """No snapshot has it, so that a resumed run differs."""
     for of_rank in compared:

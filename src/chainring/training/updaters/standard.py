@@ -317,7 +317,7 @@ class StandardUpdater(Updater):
             if scheme.virtual is not None:
                 scheme.virtual.start()
                 scheme.wrapped.set_gradient_sync(False)
-            elif self.comm.size > 1:
+            elif scheme.wrapped.parameters:  # of one rank too, since the states of hooks belong to buckets
                 scheme.wrapped.build_ddp_buckets()
 
     def update(self) -> None:
