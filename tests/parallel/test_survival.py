@@ -1,5 +1,6 @@
 """Ranks that go on in their processes when others are lost: to the bits and rows of the run that loses none."""
 
+import functools
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import audits
@@ -39,6 +39,8 @@ def log(comm, out, order):
 @pytest.mark.parametrize("order", [1, -1], ids=["after", "before"])
 def test_no_row_that_a_lost_rank_0_was_writing_is_missing_or_twice(tmp_path, order):
     """Nor is an image, text or histogram: the files of the log and its writers are those of one process."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # which no rank imports
+
     log(None, str(tmp_path / "alone"), order)
     assert end_of(3, log, str(tmp_path / "three"), order) == [-signal.SIGKILL, 0, 0]
     found = []
@@ -63,7 +65,7 @@ def record(comm, out, dying=None, at=0):
     iterator = iterators.SerialIterator(EXAMPLES, 8, shuffle=True, seed=0)
     updater = training.StandardUpdater(iterator, torch.optim.Adam(model.parameters()), model, comm=comm, virtual_ranks=4)
     torch.manual_seed(0 if comm is None else comm.rank)
-    trainer = training.Trainer(updater, (80, "iteration"), out)
+    trainer = training.Trainer(updater, (80, "iteration"), str(out))
     trainer.extend(extensions.Recorder((10, "iteration")))
     trainer.extend(extensions.snapshot(autoload=True), trigger=(20, "iteration"))
 
@@ -76,14 +78,25 @@ def record(comm, out, dying=None, at=0):
     trainer.run()
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Returns where a run of one process is, of a function and its arguments, which is made once."""
+
+    @functools.cache
+    def made(function, *arguments):
+        out = tmp_path_factory.mktemp("alone")
+        function(None, out, *arguments)
+        return out
+
+    return made
+
+
 @pytest.mark.parametrize(("dying", "at"), [(0, 5), (0, 33), (0, 64), (1, 40)])
-def test_the_recorder_goes_on_to_the_same_bytes(tmp_path, dying, at):
+def test_the_recorder_goes_on_to_the_same_bytes(alone, tmp_path, dying, at):
     """Also where a rank is lost before it has recorded an iteration, the first of a block, and where extensions draw."""
-    record(None, str(tmp_path / "alone"))
     codes = end_of(3, record, str(tmp_path / "three"), dying, at)
     assert codes == [-signal.SIGKILL if rank == dying else 0 for rank in range(3)]
-    alone, three = ((tmp_path / name / "recorder.bin").read_bytes() for name in ("alone", "three"))
-    assert alone == three
+    assert (tmp_path / "three" / "recorder.bin").read_bytes() == (alone(record) / "recorder.bin").read_bytes()
     assert not (tmp_path / "three" / "abandoned").exists()
 
 
@@ -175,7 +188,7 @@ class Growing:
         self.calls = serializer("calls", self.calls)
 
 
-def run(comm, out, dying=None, at=0, after=None, kind=None):
+def run(comm, out, kind=None, dying=None, at=0, after=None):
     """A rank dies when it fetches for the given time, or after an iteration."""
     torch.manual_seed(0)
     rank = 0 if comm is None else comm.rank
@@ -237,14 +250,13 @@ def rows_of(out):
 
 
 @pytest.mark.parametrize("dying", [0, 2])
-def test_the_other_ranks_train_on_to_the_same_bits(tmp_path, dying):
+def test_the_other_ranks_train_on_to_the_same_bits(alone, tmp_path, dying):
     """A rank is killed while it fetches: the others end with the parameters and rows of one process, and name the rank."""
-    run(None, tmp_path / "alone")
-    codes = end_of(3, run, tmp_path / "three", dying, 20)
+    codes = end_of(3, run, tmp_path / "three", None, dying, 20)
     assert codes == [-signal.SIGKILL if rank == dying else 0 for rank in range(3)]
-    expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
+    expected, found = (torch.load(out / "model") for out in (alone(run), tmp_path / "three"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "three")
+    assert rows_of(alone(run)) == rows_of(tmp_path / "three")
     (begun, again) = json.loads((tmp_path / "three" / "run.json").read_text())["starts"]
     assert "lost" not in begun
     assert again["lost"].startswith(f"rank {dying} (process ")
@@ -267,28 +279,26 @@ def test_the_other_ranks_train_on_to_the_same_bits(tmp_path, dying):
         "an iterator that returns to no mark",
     ],
 )
-def test_an_update_begins_again_as_it_has_begun(tmp_path, kind, at, after):
+def test_an_update_begins_again_as_it_has_begun(alone, tmp_path, kind, at, after):
     """What it has changed is put back: parameters, states of optimizers, loss scale, average, position in the data."""
-    run(None, tmp_path / "alone", kind=kind)
-    assert end_of(3, run, tmp_path / "three", 0, at, after, kind) == [-signal.SIGKILL, 0, 0]
-    expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
+    assert end_of(3, run, tmp_path / "three", kind, 0, at, after) == [-signal.SIGKILL, 0, 0]
+    expected, found = (torch.load(out / "model") for out in (alone(run, kind), tmp_path / "three"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "three")
+    assert rows_of(alone(run, kind)) == rows_of(tmp_path / "three")
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_row_that_is_made_again_is_that_of_its_interval(tmp_path, dying):
+def test_a_row_that_is_made_again_is_that_of_its_interval(alone, tmp_path, dying):
     """A rank is lost after the means of an interval were exchanged, and before all have the row."""
-    run_with_rows(None, tmp_path / "alone")
     assert end_of(3, run_with_rows, tmp_path / "three", dying, 4).count(-signal.SIGKILL) == 1
-    assert rows_of(tmp_path / "three") == rows_of(tmp_path / "alone")
+    assert rows_of(tmp_path / "three") == rows_of(alone(run_with_rows))
 
 
 @pytest.mark.parametrize(("kind", "at"), [("plain", 17), ("plain two steps", 28)])
 def test_ranks_without_virtual_ones_go_on_to_rounding(tmp_path, kind, at):
     """No rank steps before all can, and what the lost one has reported in the open interval counts in the next row."""
-    run(None, tmp_path / "alone", kind=kind)
-    assert end_of(3, run, tmp_path / "three", 0, at, None, kind) == [-signal.SIGKILL, 0, 0]
+    run(None, tmp_path / "alone", kind)
+    assert end_of(3, run, tmp_path / "three", kind, 0, at) == [-signal.SIGKILL, 0, 0]
     expected, found = (torch.load(tmp_path / name / "model") for name in ("alone", "three"))
     assert all(torch.allclose(found[name], value, atol=1e-4) for name, value in expected.items())
     for row, known in zip(rows_of(tmp_path / "three"), rows_of(tmp_path / "alone"), strict=True):
@@ -574,16 +584,13 @@ def audited(comm, out, *faults):
     [(0, 0, 1, ()), (0, 3, 1, ()), (0, 3, 2, [("gradient", 1, 4, 3)]), (2, 3, 1, [("gradient", 1, 4, 3)])],
     ids=["its own", "the second", "the third, of the auditor", "the third, of another"],
 )
-def test_audited_updates_begin_again(tmp_path, rank, number, time, faults):
+def test_audited_updates_begin_again(alone, tmp_path, rank, number, time, faults):
     """A rank is lost in a computation of a virtual rank: an audit goes on by the deal of the others, and gives no alarm."""
-    for name in ("alone", "three"):
-        (tmp_path / name).mkdir()
-    audited(None, tmp_path / "alone")
-    codes = end_of(3, audited, tmp_path / "three", *faults, Death(rank, 4, number, time))
+    codes = end_of(3, audited, tmp_path, *faults, Death(rank, 4, number, time))
     assert codes == [-signal.SIGKILL if each == rank else 0 for each in range(3)]
-    assert torch.load(tmp_path / "three" / "bits") == torch.load(tmp_path / "alone" / "bits")
-    alone, three = ((tmp_path / name / "run" / "recorder.bin").read_bytes() for name in ("alone", "three"))
-    assert three == alone
+    assert torch.load(tmp_path / "bits") == torch.load(alone(audited) / "bits")
+    files = [out / "run" / "recorder.bin" for out in (alone(audited), tmp_path)]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 class Right:
@@ -639,11 +646,10 @@ def count_right(comm, out, dying=None, reports=False, refusal=None):
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_metrics_of_an_interrupted_evaluation_count_again_from_its_start(tmp_path, dying):
+def test_metrics_of_an_interrupted_evaluation_count_again_from_its_start(alone, tmp_path, dying):
     """That of the model, and one of the script."""
-    count_right(None, tmp_path / "alone")
     assert end_of(3, count_right, tmp_path / "three", dying).count(-signal.SIGKILL) == 1
-    rows = rows_of(tmp_path / "alone")
+    rows = rows_of(alone(count_right))
     assert rows_of(tmp_path / "three") == rows
     assert {"validation/main/right", "validation/outer"} <= rows[-1].keys()
 

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from chainring import iterators, training
@@ -75,6 +74,8 @@ def train(comm, url, moments=(), iterations=12):
 
 def found(url, tmp_path):
     """What is under an address: the keys but for drafts, rows, tables, steps, and the bytes of the others."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # which no rank imports
+
     bucket, folder = Bucket(url), tmp_path / url.rpartition("/")[2]
     keys = [entry.key for entry in bucket.list()]
     (folder / "tensorboard").mkdir(parents=True)
