@@ -1,6 +1,7 @@
 """The house keeps its shape: imports point to a lower row, private things stay private, a function is one story."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import forked
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "chainring"
 FILES = sorted(SOURCE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # One line a row, the uppermost first. An import points to a lower row, or stays in its own package.
 ROWS = [
@@ -31,6 +31,12 @@ ROWS = [
     "_random _messages _progress _version _checks _hints _callables converters",
 ]
 LONGEST_FUNCTION = 60
+
+
+@functools.cache
+def trees():
+    """The syntax of each file, made when a test asks for it: a second that every process of tests would take."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def parts_of(path):
@@ -74,7 +80,7 @@ def test_imports_point_to_a_lower_row():
         if own in ("", "__main__"):
             continue
         package, row = place_of(own)
-        for module, _ in imports_of(TREES[path]):
+        for module, _ in imports_of(trees()[path]):
             if not module:
                 wrong.append(f"{own} imports from chainring itself")
                 continue
@@ -102,10 +108,10 @@ def is_own(value):
 
 def test_private_names_stay_in_their_file():
     """No file imports a name that begins with an underscore from another, or reads such an attribute of its objects."""
-    defined = {path: {name for name in private_names_of(tree) if re.match("_[^_]", name)} for path, tree in TREES.items()}
+    defined = {path: {name for name in private_names_of(tree) if re.match("_[^_]", name)} for path, tree in trees().items()}
     ours = set().union(*defined.values()) - set(dir(nn.Module()))
     wrong = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         taken = [name for _, name in imports_of(tree) if name and re.match("_[^_]", name)]
         read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & ours - defined[path]
         inherited = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_own(node.value)}
@@ -117,7 +123,7 @@ def test_a_function_is_one_story():
     """It has at most 60 lines without its docstring."""
     long = []
     for path in FILES:
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(trees()[path]):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 docstring = ast.get_docstring(node, clean=False)
                 length = node.end_lineno - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
@@ -135,7 +141,7 @@ def test_no_imports_go_round():
     imports = {}
     for path in FILES:
         module = parts_of(path)
-        known = imports_of(TREES[path], annotations=not module.startswith(KNOWS_ITS_HOLDERS))
+        known = imports_of(trees()[path], annotations=not module.startswith(KNOWS_ITS_HOLDERS))
         imports[module] = {imported for imported, _ in known}
     while ends := {module for module, imported in imports.items() if not imported & imports.keys()}:
         imports = {module: imported for module, imported in imports.items() if module not in ends}
@@ -181,7 +187,7 @@ def test_a_wing_is_entered_by_its_door():
     for path in FILES:
         own = parts_of(path)
         unused.discard((own, own))
-        for module, name in imports_of(TREES[path], annotations=False):
+        for module, name in imports_of(trees()[path], annotations=False):
             for wing in DOORS:
                 is_inside = f"{own}.".startswith(f"{wing}.") or f"{own}.".startswith(("cli.", "testing.", "html_report."))
                 if f"{module}.".startswith(f"{wing}."):
@@ -203,7 +209,7 @@ def test_a_class_has_one_subject():
     """It has at most 25 methods and sets at most 15 attributes of its objects."""
     large = []
     for path in FILES:
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(trees()[path]):
             if isinstance(node, ast.ClassDef):
                 methods = [child for child in node.body if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))]
                 stored = [child for child in ast.walk(node) if isinstance(child, ast.Attribute) and is_own(child.value)]

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -363,9 +362,11 @@ def an_average_made_before_parallelize_module(place):
     return {"is refused": (place.layout is None) != ("make the average" in words)}
 
 
-@feature_of_a_model
+@functools.partial(feature, layouts={"tp x fsdp"})
 def a_metric_object(place):
     """One that exchanges what it has counted over all ranks would count rows more than once, and is refused."""
+    import torchmetrics  # which takes two seconds of each rank
+
     found, words = [], ""
     for group in (None, None if place.layout is None else place.mesh["dp"].get_group()):
         net = place.lay(a_net())

@@ -5,10 +5,7 @@ import warnings
 import pytest
 import torch
 from recipes import assert_resumes_everywhere, definitions, rows_of
-from sklearn.metrics import f1_score
 from torch import nn
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
 
 from chainring import iterators, report, serializers, training
 from chainring.reporting.summary import DictSummary
@@ -47,8 +44,15 @@ def with_own():
     return Small(OWN["Largest"](), lambda metric, y, t: metric.update(y))
 
 
+def accuracy(**settings):
+    """A metric of torchmetrics, whose import takes two seconds, in each process of tests."""
+    from torchmetrics.classification import MulticlassAccuracy
+
+    return MulticlassAccuracy(10, **settings)
+
+
 def with_torchmetrics(metric=None):
-    return Small(metric or MulticlassAccuracy(10), lambda metric, y, t: metric.update(y, t))
+    return Small(metric or accuracy(), lambda metric, y, t: metric.update(y, t))
 
 
 class Seen:
@@ -72,6 +76,8 @@ class Seen:
 
 
 def f1(answers):
+    from sklearn.metrics import f1_score
+
     y, t = answers
     return f1_score(t.numpy(), y.argmax(1).numpy(), average="macro", labels=range(10), zero_division=0)
 
@@ -190,7 +196,9 @@ def test_snapshots_at_the_ends_of_intervals_need_no_saved_metric(tmp_path):
 
 def test_a_collection_gives_a_number_for_each_of_its_metrics(tmp_path):
     """Under its key and their names."""
-    collection = MetricCollection({"micro": MulticlassAccuracy(10, average="micro"), "macro": MulticlassAccuracy(10)})
+    from torchmetrics import MetricCollection
+
+    collection = MetricCollection({"micro": accuracy(average="micro"), "macro": accuracy()})
     model = with_torchmetrics(collection)
     seen = Seen(model)
     trainer = trainer_of(model, tmp_path, (6, "iteration"), (6, "iteration"))

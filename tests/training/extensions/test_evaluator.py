@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from scripted import Counting, run
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -617,6 +616,8 @@ class Counted(nn.Module):
     """Has metrics of several makers, which it updates; of a count of its own it returns the metric."""
 
     def __init__(self, external):
+        import torchmetrics  # which takes two seconds, in each process of tests
+
         super().__init__()
         self.mean, self.largest = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
         self.joined = torchmetrics.MetricCollection({"sum": torchmetrics.SumMetric(), "cat": torchmetrics.CatMetric()})
@@ -632,6 +633,12 @@ class Counted(nn.Module):
         return {**sums, "external": self.external[0], "loss": x.mean()}
 
 
+def a_sum():
+    from torchmetrics import SumMetric
+
+    return SumMetric()
+
+
 def trainer_of_ranks(comm, out):
     model = nn.Linear(1, 1)
     updater = training.StandardUpdater([torch.ones(2, 1)], torch.optim.SGD(model.parameters(), 0.1), model, comm=comm)
@@ -642,7 +649,7 @@ def evaluate_metrics(comm, out):
     """Twice over 5, 3 and 1 examples in batches of two, of the last of which rank 1 has none."""
     found = []
     for size in (5, 3, 1):
-        evaluator = Evaluator(once(values(*range(1, size + 1))), Counted(torchmetrics.SumMetric()))
+        evaluator = Evaluator(once(values(*range(1, size + 1))), Counted(a_sum()))
         evaluator.initialize(trainer_of_ranks(comm, out))
         found += [evaluator.evaluate() for _ in range(2)]
     return found
@@ -665,7 +672,7 @@ class Reporting(Counted):
 
 
 def train_metrics(comm, out, reports_external):
-    model = Reporting(torchmetrics.SumMetric())
+    model = Reporting(a_sum())
     model.external += [True] * reports_external
     loader = DataLoader(torch.arange(1.0, 6.0), batch_size=2)
     updater = training.StandardUpdater(loader, torch.optim.SGD([model.factor], 0.0), model, comm=comm)

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from chainring import Reporter, report, report_text
 from chainring.iterators import SerialIterator
@@ -32,7 +30,10 @@ class Net(nn.Module):
         self.metrics = {}
         if "counts" in asked:
             self.right, self.histogram = Right(), Histogram()
-        if "torchmetrics" in asked:
+        if "torchmetrics" in asked:  # which takes two seconds, in each process of tests
+            from torchmetrics import MetricCollection
+            from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
             self.accuracy = MulticlassAccuracy(CLASSES)
             metrics = {"f1": MulticlassF1Score(CLASSES), "top": MulticlassAccuracy(CLASSES, top_k=2)}
             self.both = MetricCollection(metrics, compute_groups=False)  # which depend on the first update of a process
@@ -160,12 +161,23 @@ def evaluations(comm, cases):
     return found
 
 
-def test_two_ranks_find_what_one_process_finds():
+def evaluated(comm, cases):
+    return evaluations(comm, cases), rows_of_the_log(comm, 3)
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    """What each of two ranks finds, and the log of its run."""
+    ranks = on_two_ranks(evaluated, list(CASES))
+    for rank in ranks:
+        assert isinstance(rank, tuple), rank
+    return ranks
+
+
+def test_two_ranks_find_what_one_process_finds(on_ranks):
     """Every number is the same to the last bit, and in the same order; each evaluation draws the same numbers."""
     alone = evaluations(None, CASES)
-    ranks = on_two_ranks(evaluations, list(CASES))
-    for rank in ranks:
-        assert isinstance(rank, dict), rank
+    ranks = [found for found, _ in on_ranks]
     for case, expected in alone.items():
         assert expected[0] == expected[1], case
         assert [repr(ranks[0][case])] == [repr(expected)], case
@@ -220,13 +232,12 @@ def rows_of_the_log(comm, virtual_ranks):
         ]
 
 
-def test_a_run_on_virtual_ranks_is_evaluated_on_them():
+def test_a_run_on_virtual_ranks_is_evaluated_on_them(on_ranks):
     """Every row of its log is the same on two ranks as in one process, of training and evaluation."""
     expected = rows_of_the_log(None, 3)
     assert len(expected) == 2
     assert {"main/loss", "validation/main/loss", "validation/main/accuracy"} <= expected[0].keys()
-    for found in on_two_ranks(rows_of_the_log, 3):
-        assert isinstance(found, list), found
+    for _, found in on_ranks:
         assert repr(found) == repr(expected)
 
 
