@@ -37,7 +37,7 @@ LONG := $(addprefix tests/test_,black_box_page.py docs.py) tests/examples \
 	$(addprefix tests/test_,first_computation.py wrong_programs.py distributed_examples.py notebook.py portability.py terminal.py) \
 	$(addprefix tests/serializers/test_,hostile_checkpoints.py hostile.py foreign_on_ranks.py) \
 	$(addprefix tests/training/test_,control.py everything_resumes.py hostile_out.py nothing_left.py) $(addprefix tests/parallel/test_,agreement.py conveniences_on_ranks.py recorder_on_ranks.py sharded_layouts.py diff_of_ranks.py moves.py launchers.py) \
-	tests/writers/test_comet.py $(addprefix tests/remote/test_,index.py saving_to_addresses.py cli_on_addresses.py commands_on_addresses.py)
+	tests/writers/test_comet.py $(addprefix tests/remote/test_,survival_in_stores.py index.py saving_to_addresses.py cli_on_addresses.py commands_on_addresses.py)
 
 TESTS := --numprocesses 3 --dist loadfile --ignore tests/migration --ignore tests/libraries $(addprefix --ignore ,$(LONG))
 

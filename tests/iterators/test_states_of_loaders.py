@@ -507,6 +507,7 @@ def test_a_stream_whose_passes_begin_at_the_same_place_goes_on(make, taken):
     list(islice(first, taken))
     second.load_state_dict(first.state_dict())
     assert batches_of(second, 5) == batches_of(first, 5)
+    first.finalize(), second.finalize()
 
 
 def test_who_does_not_mind_says_so():

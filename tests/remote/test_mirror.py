@@ -660,6 +660,44 @@ def test_rows_do_not_wait_for_a_large_file(folder, clock):
     lease.release()
 
 
+class AskedWhileItDeletes(Bucket):
+    """Runs a function in a thread when an object is about to be deleted, and goes on when that waits or has ended."""
+
+    def __init__(self, url, asks):
+        super().__init__(url)
+        self.asks, self.threads = asks, []
+
+    def delete(self, keys):
+        if keys := list(keys):
+            self.threads.append(threading.Thread(target=self.asks))
+            self.threads[-1].start()
+            self.threads[-1].join(0.5)
+        super().delete(keys)
+
+
+def test_a_file_that_is_written_again_while_its_object_is_deleted_is_there_when_it_is_persisted(folder):
+    """The request to delete what was there before does not come after what is put."""
+
+    def write_again():
+        write(folder, log="2")
+        mirror.persist(folder / "log")
+
+    bucket = AskedWhileItDeletes(next(URLS), write_again)
+    lease = Index(bucket, period=None)
+    mirror = Mirror(bucket, folder, lease, look=None, pause=0)
+    mirror.fetch()
+    write(folder, log="1")
+    mirror.put()
+    (folder / "log").unlink()
+    mirror.put()
+    (thread,) = bucket.threads
+    thread.join()
+    assert bucket.get("log").content == b"2"
+    mirror.close()
+    assert objects(bucket) == {"log": "2"}
+    lease.release()
+
+
 def test_the_store_has_what_the_disk_has_after_any_faults(s3, proxy, folder):
     """While files grow, are replaced, renamed and removed, and a snapshot's thread asks for some of them."""
     bucket = Bucket(f"{s3}/run")

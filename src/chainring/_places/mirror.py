@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -267,15 +267,20 @@ class Mirror:
             raise next((error for error in errors if isinstance(error, LeaseLostError)), errors[0])
         if not all(self._file(name).tag != MISSING or name in self._left_out for name in there):
             return
-        gone = [name for name in self._files if name not in there and not name.startswith(hidden)]
-        gone = [name for name in gone if self._files[name].may_be_there and not self._files[name].lock.locked()]
-        if gone := [name for name in gone if not is_regular(self.folder / name)]:
+        with self._lock:
+            known = [(name, file) for name, file in self._files.items() if file.may_be_there and name not in there]
+        with ExitStack() as locks:  # so that none of them is put again before its object is deleted
+            gone = {name: file for name, file in known if not name.startswith(hidden) and file.lock.acquire(blocking=False)}
+            for file in gone.values():
+                locks.callback(file.lock.release)
+            gone = {name: file for name, file in gone.items() if not is_regular(self.folder / name)}
+            if not gone:
+                return
             self._index.change()
             for is_manifest in True, False:  # of a snapshot that is moved, first
                 self._bucket.delete(name for name in gone if name.endswith(f"/{MANIFEST}") == is_manifest)
-            with self._lock:
-                for name in gone:
-                    del self._files[name]
+            for file in gone.values():
+                file.tag, file.status, file.digest, file.may_be_there = MISSING, None, b"", False
 
     def _put_archived(self) -> None:
         """Put what was moved into an archive, before anything else is written over the objects that it had."""
