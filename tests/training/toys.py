@@ -22,6 +22,17 @@ class Regression(nn.Module):
         return loss
 
 
+class Valley(nn.Module):
+    """A point, and as its loss a height that is measured with noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.point = nn.Parameter(torch.tensor([3.0, -2.0]))
+
+    def forward(self):
+        return (self.point * torch.tensor([1.0, 4.0])).square().sum() + 0.1 * torch.randn(()) * self.point.sum()
+
+
 def regression_data(size=12):
     generator = torch.Generator().manual_seed(5)
     return TensorDataset(*(torch.randn(size, n, generator=generator, dtype=torch.float64) for n in (3, 1)))

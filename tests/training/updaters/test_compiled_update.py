@@ -12,6 +12,7 @@ from recipes import assert_resumes_everywhere
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.data import default_collate
+from toys import Valley
 
 from chainring import iterators, report, training
 from chainring.nn import Classifier
@@ -322,17 +323,6 @@ def test_a_callback_gets_the_converted_batch_and_may_replace_it(tmp_path):
     assert [each[:3] for each in seen[0]] == [(iteration, 0, 8) for iteration in range(4)]
     sizes = [float(each["main/predictor/size"]) for each in ends[1][0]]
     assert sizes[2] < 0.1 < min(sizes[:2])
-
-
-class Valley(nn.Module):
-    """A point, and as its loss a height that is measured with noise."""
-
-    def __init__(self):
-        super().__init__()
-        self.point = nn.Parameter(torch.tensor([3.0, -2.0]))
-
-    def forward(self):
-        return (self.point * torch.tensor([1.0, 4.0])).square().sum() + 0.1 * torch.randn(()) * self.point.sum()
 
 
 def test_an_update_without_data_is_compiled_without_a_warning():

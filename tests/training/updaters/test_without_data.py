@@ -2,23 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
-from toys import Regression, observed_update
+from toys import Regression, Valley, observed_update
 
 from chainring.testing import check_updater
 from chainring.training import ParallelUpdater, StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, extensions
 from rank_pair import on_two_ranks
-
-
-class Valley(nn.Module):
-    """A point, and as its loss a height that is measured with noise."""
-
-    def __init__(self):
-        super().__init__()
-        self.point = nn.Parameter(torch.tensor([3.0, -2.0]))
-
-    def forward(self):
-        return (self.point * torch.tensor([1.0, 4.0])).square().sum() + 0.1 * torch.randn(()) * self.point.sum()
 
 
 def updater_of(model=None, **settings):
