@@ -203,8 +203,9 @@ def set_rng_state(state: dict[str, Any], updater: Any = None) -> None:
     key = numpy["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     torch.set_rng_state(state["torch"])
-    for device, its_state in zip(accelerators(updater), state.get("accelerators", ()), strict=False):
-        _call("set_rng_state", device, its_state)
+    if "accelerators" in state:
+        for device, its_state in zip(accelerators(updater), state["accelerators"], strict=False):
+            _call("set_rng_state", device, its_state)
 
 
 def _call(name: str, device: torch.device, *arguments: Tensor) -> Any:

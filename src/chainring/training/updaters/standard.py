@@ -633,7 +633,7 @@ class StandardUpdater(Updater):
             else:
                 scheme.audit.compare_states()
         super().serialize(serializer)
-        span = serializer("span", [self.previous_epoch_detail, self.is_new_epoch])
+        span = serializer("span", None if loads else [self.previous_epoch_detail, self.is_new_epoch])
         if loads and scheme.spans_batches:
             self.previous_epoch_detail, self.is_new_epoch = span
         scaler = scheme.precision.scaler
