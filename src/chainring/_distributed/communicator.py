@@ -73,15 +73,17 @@ class Communicator:
         """The numbers in the world of the ranks that see the same rows as this one, and compute the model together."""
         return (self.rank,)
 
-    def begin(self) -> None:
+    def begin(self, computes_with_others: Callable[[], bool]) -> None:
         """Start a run; a world of one warns if other processes were started that it does not know of.
+
+        Ranks that compute a model together, each on all data, need no communicator.
 
         Raises:
             ValueError: only some of the ranks have a communicator of several ranks.
         """
         global _has_looked, _is_alone
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if count == 1 or self.world.size > 1:
+        if count == 1 or self.world.size > 1 or computes_with_others():
             return
         warn(
             f"{count} ranks have been started, and every rank trains on all data by itself, because "

@@ -78,7 +78,7 @@ class ProcessGroupCommunicator(GroupCommunicator):
             mute()
         atexit.register(self.close)
 
-    def begin(self) -> None:
+    def begin(self, computes_with_others: Callable[[], bool]) -> None:
         """Wait until all ranks begin this run, unless one has begun its own without a communicator, or has failed."""
         if self._failures is None or self.size == 1:
             return
@@ -208,8 +208,8 @@ class MeshCommunicator(GroupCommunicator):
     def model_ranks(self) -> Sequence[int]:
         return [column[self.rank] for column in self._columns]
 
-    def begin(self) -> None:
-        self._world.begin()
+    def begin(self, computes_with_others: Callable[[], bool]) -> None:
+        self._world.begin(computes_with_others)
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered = self._world.gather_object(obj)

@@ -80,8 +80,8 @@ class Run:
         """Take ``out`` for this process, compare the ranks, load the newest state, and start from it."""
         self.has_begun = True
         several = trainer.comm.world.size > 1
-        if several or not any(map(is_tensor_parallel, trainer.updater.get_all_models().values())):
-            trainer.comm.begin()  # ranks that compute a model together need no comm
+        models = trainer.updater.get_all_models().values()
+        trainer.comm.begin(lambda: any(map(is_tensor_parallel, models)))
         if trainer.comm.survives and getattr(trainer.updater, "virtual_ranks", None) is not None:
             _share_generators(trainer)  # now, since rank 0 may be lost before the first update
         if trainer.comm.is_main:  # the only rank that writes there
