@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -318,17 +318,17 @@ def _pairs(
         *(lambda identity, n=n: (identity.kind, identity.texts[:n]) for n in range(longest, -1, -1)),
     ]
     for key in keys:
-        groups, saved_groups = _group(here, key), _group(there, key)
-        for value, group in groups.items():
-            if len(group) == len(saved_groups.get(value, ())) == 1:
-                yield group[0], saved_groups[value][0]
+        counts, saved_counts = Counter(map(key, here)), Counter(map(key, there))
+        saved = {key(identity): identity for identity in there}
+        for identity in here:
+            if counts[key(identity)] == saved_counts[key(identity)] == 1:
+                yield identity, saved[key(identity)]
     # Twins, which nothing tells apart, match in their order, if they are as many as before.
+    here, there = (sorted(rows, key=lambda row: (len(row.name), row.name)) for rows in (here, there))  # "a_2", then "a_10"
     left = [identity for identity in there if identity.name not in names.values()]
-    groups, saved_groups = (
-        _group(rows, attrgetter("kind")) for rows in ([row for row in here if row.name not in names], left)
-    )
-    for kind, twins in groups.items():
-        saved_twins = saved_groups.get(kind, [])
+    for kind in dict.fromkeys(identity.kind for identity in left):
+        saved_twins = [identity for identity in left if identity.kind == kind]
+        twins = [identity for identity in here if identity.kind == kind and identity.name not in names]
         texts = {(identity.texts, identity.trigger_texts) for identity in [*twins, *saved_twins]}
         if len(twins) == len(saved_twins) and len(texts) == len({identity[1:] for identity in saved_twins}) == 1:
             yield from zip(twins, saved_twins, strict=True)
@@ -341,10 +341,3 @@ def _pairs(
         )
         if ours.name == theirs.name and (is_same if ours.kind != theirs.kind else ours.kind not in with_state):
             yield ours, theirs
-
-
-def _group(identities: Iterable[Identity], key: Callable[[Identity], Any]) -> dict[Any, list[Identity]]:
-    groups: dict[Any, list[Identity]] = {}
-    for identity in sorted(identities, key=lambda identity: (len(identity.name), identity.name)):  # "log_2" before "log_10"
-        groups.setdefault(key(identity), []).append(identity)
-    return groups
