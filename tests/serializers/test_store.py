@@ -112,7 +112,7 @@ def test_an_end_at_any_point_leaves_the_old_or_the_new_snapshot(tmp_path, point)
     assert store.names() == expected
     for name in expected:
         store.snapshot(name).verify()
-    assert len(store.sweep()) == (0 if len(expected) == 2 else 1)
+    assert len(store.files.sweep(store.folders_of)) == (0 if len(expected) == 2 else 1)
     assert sorted(os.listdir(tmp_path)) == sorted(expected)
 
 
@@ -191,19 +191,20 @@ def test_removing_and_sweeping_touch_nothing_else(store):
     (store.files.root / ".hidden.tmp").write_text("a file")
     (store.files.root / "s1.tmp").mkdir()
     store.remove("s1")
-    assert store.sweep() == []
+    assert store.files.sweep(store.folders_of) == []
     assert sorted(os.listdir(store.files.root)) == [".hidden.tmp", "s1.tmp", "s2"]
 
 
 def test_sweeping_reaches_folders_below_but_not_those_of_another_run(tmp_path):
     """A log in a folder of its own is written by a rename too; a folder with a lock may be in use."""
+    store = open_store(tmp_path)
     left = [tmp_path / folder / temporary_path(tmp_path).name for folder in ("logs", "logs/deep", "other")]
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     (tmp_path / "logs" / "log.json").touch()
     (tmp_path / "other" / ".lock").touch()
-    assert sorted(open_store(tmp_path).sweep()) == sorted(path.name for path in left[:2])
+    assert sorted(store.files.sweep(store.folders_of)) == sorted(path.name for path in left[:2])
     assert [path.exists() for path in left] == [False, False, True]
     assert (tmp_path / "logs" / "log.json").exists()
 

@@ -20,7 +20,7 @@ from chainring._runs.finished import FinishedRun, as_mapping
 from chainring.html_report._log import MAX_ROWS, Log, LogFile
 from chainring.serializers._store import CorruptError, Place, Snapshots, Thinned
 from chainring.training._advice import advise
-from chainring.training._run_directory import NamePattern
+from chainring.training._run_directory import match_name
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
 _LARGEST_PICTURE = 300_000  # bytes of an SVG inside the page
@@ -161,10 +161,7 @@ class Snapshot:
 def _read_snapshots(store: Snapshots, templates: Iterable[str], verify: bool) -> list[Snapshot]:
     """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on."""
     # A directory without a manifest is a damaged snapshot if the run writes what has such a name.
-    patterns = []
-    for template in templates:
-        with suppress(ValueError):  # a person may have edited the list
-            patterns += [NamePattern(template)] if "{" in template else []  # else it is the name of a link or of a file
+    patterns = [template for template in templates if "{" in template]  # any other is the name of a link or of a file
     links: dict[str, list[str]] = {}
     for name, target in sorted(store.files.links().items()):
         if not name.startswith("."):
@@ -172,7 +169,7 @@ def _read_snapshots(store: Snapshots, templates: Iterable[str], verify: bool) ->
     snapshots = []
     for name, manifest in store.listing():
         saved, state, note = store.snapshot(name), VERIFIED if verify else COMPLETE, ""
-        if not saved.exists() and not any(pattern.match(name) for pattern in patterns):
+        if not saved.exists() and not any(match_name(pattern, name) for pattern in patterns):
             continue
         try:
             manifest = saved.verify(content=verify)

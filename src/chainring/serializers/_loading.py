@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -224,7 +225,7 @@ def load_snapshot(
             raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
         saved = DictionaryDeserializer(state, strict)
         saved.place, saved.origin = source.place, stored
-        saved.directory = None if is_model else source.folder_beside(stored.manifest)
+        saved.directory = None if is_model else source.files.folder_beside(source.key, stored.manifest.beside)
         saved.comm = ranks
         saved.visit("", unwrap(obj))
 
@@ -351,11 +352,7 @@ class StoredTensors:
         names = list(wanted)
         for start in range(0, len(names), _ROUND):
             requests = self._agree({name: list(map(region_of, wanted[name])) for name in names[start : start + _ROUND]})
-            parts = {name: self._parts[name] for name in requests[0].keys() & self._parts.keys()}
-            in_order = sorted(parts, key=lambda name: (parts[name][0].file.path, parts[name][0].start))
-            offers: list[Offer] = self._gather(
-                {name: [(p.region, _ranks_that_need(requests, name, p.region)) for p in parts[name]] for name in in_order}
-            )
+            offers = self._on_all(partial(self._offer, requests))
             dtypes = {name: self.tensors[name].dtype for name in requests[0]}
             stream = _Stream(self._comm, self._parts, dtypes, requests, offers, wanted)
             try:
@@ -365,9 +362,15 @@ class StoredTensors:
                 raise
             self._on_all(stream.check)
 
+    def _offer(self, requests: Sequence[Request]) -> Offer:
+        """Return what this rank has of the tensors that are read now, in the order of its files."""
+        parts = {name: self._parts[name] for name in requests[0].keys() & self._parts.keys()}
+        in_order = sorted(parts, key=lambda name: (parts[name][0].file.path, parts[name][0].start))
+        return {name: [(p.region, _ranks_that_need(requests, name, p.region)) for p in parts[name]] for name in in_order}
+
     def _agree(self, request: Request | None, failure: str | None = None) -> list[Request]:
         """Return what all ranks read now, which must be the same tensors; none where they conclude."""
-        answers = self._gather((request or {}, failure))
+        answers = self._on_all(lambda: (request or {}, failure))
         if failures := [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(answers) if reason]:
             self._has_ended = True
             if failure is None:
@@ -384,13 +387,6 @@ class StoredTensors:
                 )
         return requests
 
-    def _gather(self, value: Any) -> list[Any]:
-        try:
-            return self._comm.gather_object(value)
-        except BaseException:
-            self._has_ended = True
-            raise
-
     def _on_all(self, call: Callable[[], T]) -> list[T]:
         """Return the results of a call on all ranks, or raise on all the error of one."""
         result, failure = None, None
@@ -400,7 +396,11 @@ class StoredTensors:
             failure = error
         except (ValueError, OSError) as error:
             failure = CorruptError(f"{self._source} cannot be read: {error}")
-        answers = self._gather((result, failure))
+        try:
+            answers = self._comm.gather_object((result, failure))
+        except BaseException:
+            self._has_ended = True
+            raise
         for _, failure in answers:
             if failure is not None:
                 raise failure

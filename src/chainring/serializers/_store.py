@@ -96,16 +96,18 @@ class SavedSnapshot:
     """A snapshot, or what may be one.
 
     Attributes:
+        files: the place where the run lies that has taken it.
+        key: its name there, behind the folder of an archive.
         path: where it lies, a path or an address.
         place: where the run lies that has taken it, the same for all of its snapshots: an absolute path, or an address.
-        name: its name there.
+        name: its name, without that folder.
         is_local: whether it lies in a directory.
     """
 
     def __init__(self, files: base.Place, name: str) -> None:
         if not files.is_local and (match := _ARCHIVE.fullmatch(files.url)):  # its files are still in the run
-            files, name = open_place(match["run"]), f"{match['archive']}/{name}"
-        self._files, self._key = files, name
+            files, name = open_store(match["run"]).files, f"{match['archive']}/{name}"
+        self.files, self.key = files, name
         self.path, self.is_local = files.path_of(name), files.is_local
         self.place = files.url if files.is_local else self.path.rpartition("/")[0]
         self.name = name.rpartition("/")[2]
@@ -115,18 +117,18 @@ class SavedSnapshot:
 
     def exists(self) -> bool:
         """Return whether it has a manifest, sound or not."""
-        return self._files.exists(posixpath.join(self._key, MANIFEST))
+        return self.files.exists(posixpath.join(self.key, MANIFEST))
 
     def read_manifest(self) -> Manifest:
         """Return the manifest, compared with its own checksum; a `Thinned` if the files are not there. See `verify`."""
         try:
-            text = self._files.read(posixpath.join(self._key, MANIFEST))
+            text = self.files.read(posixpath.join(self.key, MANIFEST))
         except FileNotFoundError:
             raise CorruptError(f"{self.path} is not a snapshot: it has no {MANIFEST}") from None
         except ValueError as error:
             raise CorruptError(str(error)) from None
         manifest = parse_manifest(text, self.path)
-        if not self._files.admits(self._key, manifest.about.get(STAMP), manifest.digest):
+        if not self.files.admits(self.key, manifest.about.get(STAMP), manifest.digest):
             raise LateError(f"{self.path} was written by a run that had lost its lease, and is not valid")
         if THINNED in manifest.about:
             raise Thinned(self.path, manifest)
@@ -135,22 +137,15 @@ class SavedSnapshot:
     def folder(self, manifest: Manifest) -> str:
         """Return the folder of the files, from the place of the run."""
         was_moved = manifest.folder.startswith("../")  # and they were not
-        return posixpath.normpath(posixpath.join(posixpath.dirname(self._key) if was_moved else self._key, manifest.folder))
+        return posixpath.normpath(posixpath.join(posixpath.dirname(self.key) if was_moved else self.key, manifest.folder))
 
     def path_of(self, file: str, manifest: Manifest) -> str:
         """Return where a file lies, a path or an address."""
-        return self._files.path_of(posixpath.join(self.folder(manifest), file))
+        return self.files.path_of(posixpath.join(self.folder(manifest), file))
 
     def open(self, file: str, manifest: Manifest) -> StoredFile:
         """Open a file."""
-        return self._files.open(posixpath.join(self.folder(manifest), file))
-
-    def folder_beside(self, manifest: Manifest) -> Path:
-        """Return a folder with ``run.json`` and the other files beside the snapshot to which it refers, such as the log.
-
-        Of a snapshot in an object store they are copied there now. One that is missing is missing there too.
-        """
-        return self._files.folder_beside(self._key, manifest.beside)
+        return self.files.open(posixpath.join(self.folder(manifest), file))
 
     def verify(self, *, content: bool = True) -> Manifest:
         """Return the manifest after every byte of the files, or without ``content`` their sizes, were verified.
@@ -161,7 +156,7 @@ class SavedSnapshot:
             OSError: one of them cannot be read.
         """
         manifest = self.read_manifest()
-        sizes = self._files.sizes(self.folder(manifest), manifest.files)
+        sizes = self.files.sizes(self.folder(manifest), manifest.files)
         present = {name: size for name, size in sizes.items() if manifest.folder or name != MANIFEST}
         missing, extra = sorted(manifest.files.keys() - present.keys()), sorted(present.keys() - manifest.files.keys())
         if missing or extra:
@@ -340,27 +335,23 @@ class Snapshots:
                 text = format_manifest(replace(manifest, folder=folder, about=about))
         self.files.move(name, archive, text)
 
-    def sweep(self) -> list[str]:
-        """Remove what killed runs have left unfinished, and return its names. Only the run that writes there may."""
+    def folders_of(self, names: Iterable[str]) -> dict[str, str | None]:
+        """Return the folders of the files of those snapshots that are valid, ``None`` for damaged ones."""
+        folders: dict[str, str | None] = {}
 
-        def find_folders(names: Iterable[str]) -> dict[str, str | None]:
-            folders: dict[str, str | None] = {}
+        def find_folder(name: str) -> None:
+            saved = self.snapshot(name)
+            try:
+                manifest = saved.read_manifest()
+                folders[name] = saved.folder(manifest) if manifest.name == saved.name else None
+            except LateError:
+                pass  # it is not valid
+            except CorruptError:
+                folders[name] = None
 
-            def find_folder(name: str) -> None:
-                saved = self.snapshot(name)
-                try:
-                    manifest = saved.read_manifest()
-                    folders[name] = saved.folder(manifest) if manifest.name == saved.name else None
-                except LateError:
-                    pass  # it is not valid
-                except CorruptError:
-                    folders[name] = None
-
-            with ThreadPoolExecutor(_READERS) as pool:
-                list(pool.map(find_folder, names))
-            return folders
-
-        return self.files.sweep(find_folders)
+        with ThreadPoolExecutor(_READERS) as pool:
+            list(pool.map(find_folder, names))
+        return folders
 
 
 def find_newest(
@@ -394,13 +385,13 @@ def find_newest(
     return None
 
 
-def open_place(address: Place) -> base.Place:
-    """Return what is at a path or an address; nothing needs to be there."""
-    if is_url(address):
+def open_store(place: Place) -> Snapshots:
+    """Return the snapshots of a run, at a path or an address; nothing needs to be there."""
+    if is_url(place):
         from chainring._places.remote import RemotePlace  # the door to object stores, which few programs need
 
-        return RemotePlace(os.fspath(address))
-    return base.Directory(address)
+        return Snapshots(RemotePlace(os.fspath(place)))
+    return Snapshots(base.Directory(place))
 
 
 def split(address: Place) -> tuple[base.Place, str]:
@@ -410,13 +401,13 @@ def split(address: Place) -> tuple[base.Place, str]:
     url = os.fspath(address)
     if not has_name(url):
         raise ValueError(f"{url} is a whole bucket; give what lies in it, such as {url.rstrip('/')}/run/snapshot_iter_100")
-    above, _, name = open_place(url).url.rpartition("/")
-    return open_place(above), name
+    above, _, name = open_store(url).place.rpartition("/")
+    return open_store(above).files, name
 
 
 def has_name(url: str) -> bool:
     """Return whether an address is that of something in a bucket, and not of the bucket."""
-    return "/" in open_place(url).url.partition("://")[2]
+    return "/" in open_store(url).place.partition("://")[2]
 
 
 def open_file(place: Place) -> StoredFile:
@@ -427,14 +418,9 @@ def open_file(place: Place) -> StoredFile:
     resolved = Path(os.path.realpath(place))  # a person may have made a link to it
     if os.path.lexists(resolved) and not is_regular(resolved):
         raise ValueError(f"{place} is not a regular file; give the path of a model's file")
-    file = open_place(resolved.parent).open(resolved.name)
+    file = open_store(resolved.parent).files.open(resolved.name)
     file.path = os.fspath(place)
     return file
-
-
-def open_store(place: Place) -> Snapshots:
-    """Return the snapshots of a run, at a path or an address."""
-    return Snapshots(open_place(place))
 
 
 def find_snapshot(place: Place) -> SavedSnapshot:

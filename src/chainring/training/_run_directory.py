@@ -113,7 +113,7 @@ class RunDirectory:
             raise OSError(error.errno, rule, os.fspath(out)) from None
         self._unlock = DirectoryLock(out, lost).release
         try:
-            self._store.sweep()
+            store.files.sweep(store.folders_of)
         except BaseException:
             self._unlock()
             raise
@@ -199,15 +199,14 @@ class RunDirectory:
                     replace_file(self.path / RECORD, json.dumps(record, indent=1) + "\n")
                 return
 
-    def find(self, templates: Iterable[str]) -> dict[str, float | None]:
+    def find(self, templates: Collection[str]) -> dict[str, float | None]:
         """Return the names that runs have written, with the iteration of a snapshot (infinite if damaged), or ``None``."""
-        patterns = {template: NamePattern(template) for template in templates}
         manifests, links = dict(self._store.listing(copies=False)), self._store.files.links()
         iterations: dict[str, float | None] = {}
         present = {*os.listdir(self.path), *manifests, *links}
         names = sorted(name for name in present if not name.startswith(".") and name not in _ARCHIVES)
         for name in names:
-            matches = [match for pattern in patterns.values() if (match := pattern.match(name))]
+            matches = [match for template in templates if (match := match_name(template, name))]
             manifest = manifests.get(name)
             if manifest is not None and (matches or "series" in manifest.about):
                 iterations[name] = manifest.iteration
@@ -215,14 +214,14 @@ class RunDirectory:
                 told = (match.iteration for match in matches if match.iteration is not None)
                 iterations[name] = next(told, math.inf if name in manifests else None)
         iterations |= {name: None for name in names if name not in iterations and links.get(name) in iterations}
-        for template, pattern in patterns.items():
+        for template in templates:
             folder = template.partition("{")[0].rpartition("/")[0]
             if folder and not os.path.isabs(template) and ".." not in Path(template).parts:
                 tops = [self.path / parent for parent in (Path(folder), *Path(folder).parents[:-1])]
                 if not any(map(Path.is_symlink, tops)):  # no link to a folder is followed
                     paths = (Path(where, file) for where, _, files in os.walk(tops[0]) for file in files)
                     below = sorted(path.relative_to(self.path).as_posix() for path in paths)
-                    iterations |= {name: match.iteration for name in below if (match := pattern.match(name))}
+                    iterations |= {name: match.iteration for name in below if (match := match_name(template, name))}
         return iterations
 
     def move(self, names: list[str], archives: str, copies: Iterable[str] = ()) -> str:
@@ -249,8 +248,8 @@ class NameMatch(NamedTuple):
     iteration: int | None
 
 
-class NamePattern:
-    """The names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
+def match_name(template: str, name: str) -> NameMatch | None:
+    """Return a match, with its first iteration, if a template such as ``snapshot_iter_{.updater.iteration}`` names this.
 
     Fields that count, iterations and epochs, stand for digits. Any other field stands for any text, unless the template
     consists of it alone, which would then match every name. A regular expression made of a template from anywhere could
@@ -259,26 +258,22 @@ class NamePattern:
     Raises:
         ValueError: the template is not a format string.
     """
-
-    def __init__(self, template: str) -> None:
-        parts = [(literal, field and field.rpartition(".")[2]) for literal, field, _, _ in Formatter().parse(template)]
-        others = None if any(literal for literal, _ in parts) else frozenset[str]()
-        self._parts = [(literal, field, _COUNTS.get(str(field), others)) for literal, field in parts]
-        self.fields = sum(field is not None for _, field in parts)
-
-    def match(self, name: str) -> NameMatch | None:
-        """Return a match if a name fits, with its first iteration; otherwise ``None``."""
-        ends: dict[int, str | None] = {0: None}  # where the parts so far may end, with the digits of the iteration
-        for literal, field, allowed in self._parts:
-            starts = {end + len(literal): digits for end, digits in ends.items() if name.startswith(literal, end)}
-            ends = starts if field is None else {}
-            for start, digits in starts.items() if field is not None else ():
-                for end in range(start + 1, len(name) + 1):
-                    if end in ends or (allowed is not None and name[end - 1] not in allowed):
-                        break  # from an earlier start, the field has gone on from here as far as it may
-                    ends[end] = name[start:end] if field == "iteration" and digits is None else digits
-        digits = ends.get(len(name))
-        return NameMatch(None if digits is None else int(digits)) if len(name) in ends else None
+    parts = [(literal, field and field.rpartition(".")[2]) for literal, field, _, _ in Formatter().parse(template)]
+    others = None if any(literal for literal, _ in parts) else frozenset[str]()
+    ends: dict[int, str | None] = {0: None}  # where the parts so far may end, with the digits of the iteration
+    for literal, field in parts:
+        starts = {end + len(literal): digits for end, digits in ends.items() if name.startswith(literal, end)}
+        if field is None:
+            ends = starts
+            continue
+        ends, allowed = {}, _COUNTS.get(field, others)
+        for start, digits in starts.items():
+            for end in range(start + 1, len(name) + 1):
+                if end in ends or (allowed is not None and name[end - 1] not in allowed):
+                    break  # from an earlier start, the field has gone on from here as far as it may
+                ends[end] = name[start:end] if field == "iteration" and digits is None else digits
+    digits = ends.get(len(name))
+    return NameMatch(None if digits is None else int(digits)) if len(name) in ends else None
 
 
 def read_record(directory: Path, *, moves_damaged: bool = False) -> dict[str, Any]:
@@ -313,7 +308,7 @@ def parse_record(path: Path) -> dict[str, Any]:
             wrong.add(key)
     if wrong or not all(isinstance(name, str) for name in record["files"]):
         raise ValueError(f"these entries are not of the type that was written: {sorted(wrong) or ['files']}")
-    if sum(NamePattern(name).fields for name in record["files"]) > _MAX_FIELDS:
+    if sum(field is not None for name in record["files"] for _, field, *_ in Formatter().parse(name)) > _MAX_FIELDS:
         raise ValueError(f"its files have more than {_MAX_FIELDS} fields")
     return record
 

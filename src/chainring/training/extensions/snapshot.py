@@ -35,7 +35,7 @@ from chainring.serializers._saving import (
 from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Snapshots, find_newest
 from chainring.serializers.protocol import has_state, is_module, name_cleaner, serialize_method, without_collections
 from chainring.training._entry import Entry
-from chainring.training._run_directory import NamePattern
+from chainring.training._run_directory import match_name
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers.base import TriggerLike
@@ -231,10 +231,10 @@ class Snapshot(Extension):
             raise FileExistsError(
                 f"{store}/{link} is in the way of the snapshots of that name; move it, or give another filename"
             )
-        # The manifests are read once, and a fixed name is linked to its snapshot, if a kill or a person undid that.
-        series.known = {name: manifest for name, manifest in series.listing(store).items() if manifest is not None}
-        leading = series.leading(series.known) if series.is_fixed else None
-        if leading is not None and store.link_target(link) != leading:
+        series.known = None  # of another run, or before later ones were moved away
+        known = {} if series.keeps_all else series.there(store)  # now, and not while the run goes on
+        leading = series.leading(known) if series.is_fixed else None
+        if leading is not None and store.link_target(link) != leading:  # a kill or a person undid that
             store.link(link, leading)
 
     def _join_series(self, trainer: Trainer) -> list[Entry]:
@@ -251,6 +251,8 @@ class Snapshot(Extension):
         series = self._series
         kept = {entry.name: entry.extension for entry in siblings} or {str(trainer.extension_name): self}  # by hand
         series.retention = {name: each.keep_best or Retention(each.n_retains) for name, each in kept.items()}
+        limits = [retention.newest for retention in series.retention.values()]
+        series.keeps_all = not series.has_links and max(limits) < 0
         series.label = series.label or next(iter(series.retention))
         return siblings
 
@@ -453,8 +455,10 @@ class Series:
     Attributes:
         label: the name of the series in manifests; of a function, that of the first extension.
         is_fixed: whether all snapshots have the same name, a link to the newest.
+        has_links: whether the names of its snapshots lack the iteration, so that each is a link to the newest of that name.
         templates: the names of all that it writes, with fields; none for a function, whose snapshots the manifests tell.
         retention: which to keep, by the names of the extensions.
+        keeps_all: whether that is every one, and nothing leads to the newest.
         values: by key, the means with which those of an iteration are ranked.
         asked: while those of an iteration are taken, the extensions for which another has asked, and taken one, before.
         comm: connects the ranks while they write.
@@ -478,10 +482,11 @@ class Series:
         self.filename = filename
         self.label: str | None = None if callable(filename) else filename
         self.is_fixed = not fields and not callable(filename)
-        self._has_links = not any(field.endswith(".iteration") for field in fields)
+        self.has_links = not any(field.endswith(".iteration") for field in fields)
         names = [] if callable(filename) else [filename, f"{filename}_iter_{{.iteration}}"]
-        self.templates: Sequence[str] = names if self._has_links else names[:1]
+        self.templates: Sequence[str] = names if self.has_links else names[:1]
         self.retention: dict[str, Retention] = {}
+        self.keeps_all = False
         self.values: dict[str, float] = {}
         self.asked: set[str] = set()
         self.begun: tuple[str, int] | None = None  # the name and the iteration of the newest that the run takes
@@ -494,7 +499,7 @@ class Series:
     def names(self, trainer: Trainer) -> tuple[str, str]:
         """Return the name of a snapshot that is taken now, or that of its link, and the name of its directory."""
         name = str(self.filename(trainer) if callable(self.filename) else self.filename.format(trainer))
-        return name, f"{name}_iter_{trainer.updater.iteration}" if self._has_links else name
+        return name, f"{name}_iter_{trainer.updater.iteration}" if self.has_links else name
 
     def publish(
         self,
@@ -526,7 +531,7 @@ class Series:
         checkpoint.commit(store, directory, iteration, about, self.comm)
         if self.known is not None:
             self.known[directory] = Manifest(directory, iteration, {}, about)
-        if not is_linked:
+        if not is_linked or self.keeps_all:
             return
         known = self.there(store) if self.known is None else self.known
         leading = self.leading(known) if self.is_fixed else directory
@@ -541,7 +546,7 @@ class Series:
             unwanted = known.keys() - self._kept(known) - {directory}
         for old in sorted(unwanted, key=lambda old: known[old].iteration):
             del known[old]
-            if self._has_links and store.link_target(_link_of(old)) == old:
+            if self.has_links and store.link_target(_link_of(old)) == old:
                 store.files.link(_link_of(old), None)
             store.remove(old)
 
@@ -563,7 +568,7 @@ class Series:
         fixed, and a link, leads to one of its snapshots, the newest, which alone counts.
         """
         in_turn = _in_turn(known)
-        if self._has_links and not self.is_fixed:
+        if self.has_links and not self.is_fixed:
             newest_of = {_link_of(name): name for name in reversed(in_turn)}
             in_turn = [name for name in in_turn if newest_of[_link_of(name)] == name]
         kept = set[str]()
@@ -580,20 +585,19 @@ class Series:
         return kept
 
     def there(self, store: Snapshots) -> dict[str, Manifest]:
-        """Return the manifests of its snapshots, read when the run began, without those that a person has removed since."""
+        """Return the manifests of its snapshots, read once in a run, without those that a person has removed since."""
         if self.known is None:
-            return {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
+            self.known = {name: manifest for name, manifest in self.listing(store).items() if manifest is not None}
         for removed in self.known.keys() - store.files.folders():
             del self.known[removed]
         return self.known
 
     def listing(self, store: Snapshots) -> dict[str, Manifest | None]:
         """Return the snapshots to continue from: first those without a readable manifest, then the newest, and so on."""
-        patterns = [NamePattern(template) for template in self.templates]
         return {
             name: manifest
             for name, manifest in store.listing(copies=False)
-            if (manifest is None and any(pattern.match(name) for pattern in patterns))
+            if (manifest is None and any(match_name(template, name) for template in self.templates))
             or (manifest is not None and manifest.about.get(_SERIES) == self.label and "error" not in manifest.about)
         }
 
