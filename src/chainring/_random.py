@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
@@ -17,8 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Indices = NDArray[np.int64]
+Values = NDArray[np.unsignedinteger]
+
+Pass = tuple[int, int, int]
+"""The seed, epoch and size of an order."""
 
 _ROUNDS = 8
+_15, _16, _FIRST, _SECOND = (np.array(number, np.uint32) for number in (15, 16, 0x7FEB352D, 0x846CA68B))  # as arrays faster
 _MAX_TABLE_SIZE = 2**18
 """A permutation of so many values is computed whole; a larger table would take much memory and save little time."""
 
@@ -47,47 +52,76 @@ def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | No
     stop = size if stop is None else stop
     if not 0 <= start <= stop <= size:
         raise ValueError(f"positions must satisfy 0 <= start <= stop <= size, got {start}, {stop}, {size}")
-    bits = max(2, (size - 1).bit_length())
-    dtype = np.uint32 if bits <= 32 else np.uint64
-    hashed = hashlib.blake2b(f"{seed}\x1f{epoch}".encode(), digest_size=4 * _ROUNDS).digest()
-    keys = np.frombuffer(hashed, "<u4").tolist()
-    permute: Callable[..., NDArray[np.unsignedinteger]] = partial(_feistel, bits=bits, keys=keys)
+    bits = _bits_of(size)
     if 1 << bits <= min(2 * (stop - start), _MAX_TABLE_SIZE):
-        # hot path: "Chainring, as written" of benchmarks/epochs.py
-        permute = permute(np.arange(1 << bits, dtype=dtype)).take
-    values = permute(np.arange(start, stop, dtype=dtype))
-    outside = np.flatnonzero(values >= size)
-    while outside.size:  # cycle walking: the walk is inside the permutation, so it comes back below size
-        values[outside] = permute(values[outside])
-        outside = outside[values[outside] >= size]
-    return values.astype(np.int64)
+        return epoch_orders([(seed, epoch, size)])[seed, epoch, size][start:stop]
+    permute = partial(_feistel, bits=bits, keys=_keys_of(seed, epoch).reshape(_ROUNDS, 1))
+    values = permute(np.arange(start, stop, dtype=np.uint32 if bits <= 32 else np.uint64))
+    return _walk(values, permute, lambda values: values >= size).astype(np.int64)
 
 
-def _feistel(values: NDArray[np.unsignedinteger], bits: int, keys: list[int]) -> NDArray[np.unsignedinteger]:
-    """Permute integers of ``bits`` bits: each round changes one half by a hash of the other, which can be undone."""
-    dtype = values.dtype.type
-    low_bits = bits // 2
-    low_mask, high_mask = dtype((1 << low_bits) - 1), dtype((1 << (bits - low_bits)) - 1)
-    low, high = values & low_mask, values >> dtype(low_bits)
+def epoch_orders(passes: Iterable[Pass]) -> dict[Pass, Indices]:
+    """Return the whole orders of passes, in little more time than their examples take, however short the passes are."""
+    # hot path: "the same, beside one array" of benchmarks/data.py, "Chainring, as written" of benchmarks/epochs.py
+    orders: dict[Pass, Indices] = {}
+    groups: dict[int, list[Pass]] = {}
+    for item in passes:
+        groups.setdefault(_bits_of(item[2]), []).append(item)
+    for bits, group in groups.items():
+        sizes, places = [size for _, _, size in group], np.arange(1 << bits, dtype=np.uint32)
+        keys = np.array([_keys_of(seed, epoch) for seed, epoch, _ in group]).T[..., None]
+        table = _feistel(np.broadcast_to(places, (len(group), len(places))), bits, keys)
+        table |= np.arange(0, table.size, len(places), dtype=np.uint32)[:, None]  # places in all tables together
+        values = np.concatenate([row[:size] for row, size in zip(table, sizes, strict=True)])
+        is_outside = places >= np.array(sizes)[:, None]
+        order = (_walk(values, table.reshape(-1).take, is_outside.reshape(-1).take) & places[-1]).astype(np.int64)
+        ends = np.cumsum(sizes).tolist()
+        orders |= {item: order[end - item[2] : end] for item, end in zip(group, ends, strict=True)}
+    return orders
+
+
+def _bits_of(size: int) -> int:
+    return max(2, (size - 1).bit_length())
+
+
+def _keys_of(seed: int, epoch: int) -> Values:
+    """Return the key of each round."""
+    return np.frombuffer(hashlib.blake2b(f"{seed}\x1f{epoch}".encode(), digest_size=4 * _ROUNDS).digest(), "<u4")
+
+
+def _walk(values: Values, permute: Callable[[Values], Values], is_outside: Callable[[Values], Any]) -> Values:
+    """Permute what is outside until it is not: a walk along a cycle of the permutation, which comes back to where it began."""
+    outside = np.flatnonzero(is_outside(values))
+    walked = values.take(outside)
+    while outside.size:
+        values[outside] = walked = permute(walked)
+        still = np.flatnonzero(is_outside(walked))
+        outside, walked = outside.take(still), walked.take(still)
+    return values
+
+
+def _feistel(values: Values, bits: int, keys: Values) -> Values:
+    """Permute integers of ``bits`` bits: each round changes one half by a hash of the other, which can be undone.
+
+    The hash has 32 bits (the multipliers of Wellons' "lowbias32"); halves of up to 32 bits fit.
+    """
+    low_bits = np.array(bits // 2, values.dtype)
+    masks = [np.array((1 << half) - 1, np.uint32) for half in (bits // 2, bits - bits // 2)]
+    low, high = values & masks[0], values >> low_bits
+    mixed, shifted = np.empty((2, *values.shape), np.uint32)
     for i, key in enumerate(keys):
-        if i % 2:
-            high ^= _mix(low, key) & high_mask
-        else:
-            low ^= _mix(high, key) & low_mask
-    joined: NDArray[np.unsignedinteger] = (high << dtype(low_bits)) | low
-    return joined
-
-
-def _mix(values: NDArray[np.unsignedinteger], key: int) -> NDArray[np.unsignedinteger]:
-    """Hash to 32 bits (the multipliers of Wellons' "lowbias32"); halves of up to 32 bits fit."""
-    mixed = values.astype(np.uint32)
-    mixed ^= np.uint32(key)
-    mixed ^= mixed >> np.uint32(16)
-    mixed *= np.uint32(0x7FEB352D)
-    mixed ^= mixed >> np.uint32(15)
-    mixed *= np.uint32(0x846CA68B)
-    mixed ^= mixed >> np.uint32(16)
-    return mixed.astype(values.dtype, copy=False)
+        changed, other = (high, low) if i % 2 else (low, high)
+        np.bitwise_xor(other, key, mixed, casting="unsafe")
+        mixed ^= np.right_shift(mixed, _16, shifted)
+        mixed *= _FIRST
+        mixed ^= np.right_shift(mixed, _15, shifted)
+        mixed *= _SECOND
+        mixed ^= np.right_shift(mixed, _16, shifted)
+        mixed &= masks[i % 2]
+        changed ^= mixed
+    high <<= low_bits
+    high |= low
+    return high
 
 
 def stable_hash(*keys: int | str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chainring._random import Indices, preserve_host_rng, stable_hash
+from chainring._random import Indices, epoch_orders, preserve_host_rng, stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets.base import Dataset, JointGather, make_joint_gather, require_datasets
 from chainring.datasets.combined import arrays_of
@@ -143,11 +143,15 @@ class Sources:
         for source, orders in enumerate(self.orders):
             orders.begin(seed, (orders.seed, switches[source]) if switches else (seed, 0), 0)
 
-    def indices_of(self, source: int, first: int, end: int) -> list[Indices]:
-        """Return the indices, in its dataset, of examples of one source by their places in all its passes, pass by pass."""
-        size, orders = self.sizes[source] or 1, self.orders[source]
-        passes = range(first // size, -(-end // size))
-        return [orders.segment(n, max(first - n * size, 0), min(end - n * size, size))[1] for n in passes]
+    def indices_between(self, given: Sequence[int], following: Sequence[int]) -> list[Indices]:
+        """Return the indices, in its dataset, of what each source gives between two counts, pass by pass."""
+        wanted: list[tuple[EpochOrders, int, int, int]] = []
+        for orders, first, end in zip(self.orders, given, following, strict=True):
+            size = orders.size or 1
+            passes = range(first // size, -(-end // size))
+            wanted += [(orders, n, max(first - n * size, 0), min(end - n * size, size)) for n in passes]
+        computed = epoch_orders(dict.fromkeys(item for orders, n, *_ in wanted for item in orders.lacking(n)))
+        return [orders.segment(n, first, end, computed)[1] for orders, n, first, end in wanted]
 
     def ratios(
         self, weights: Any, repeat: bool, given: Sequence[int] = (), began: Sequence[int] = ()
@@ -394,8 +398,7 @@ class MixtureIterator(MultiprocessIterator):
             return [block.owners, block.numbers]
         if not block.columns:
             _ = self.seed
-            given = enumerate(zip(block.anchor.given, block.following.given, strict=True))
-            indices = block.spread(part for source, ends in given for part in self.sources.indices_of(source, *ends))
+            indices = block.spread(self.sources.indices_between(block.anchor.given, block.following.given))
             block.columns = [block.owners, *gather.find(block.owners, indices)]
             block.found = 0 if self._function is not None else len(indices)
         return block.columns

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from chainring._checks import find_call_error, is_integer
 from chainring._hints import BATCH_SIZE, hinting
 from chainring._random import (
     Indices,
+    Pass,
     digest,
     epoch_order,
     example_keys,
@@ -47,6 +49,7 @@ Segment = tuple[OrderKey, Indices]
 """The examples of a batch that are in one epoch: the key of its order, and their indices."""
 
 
+_NONE: Mapping[Pass, Indices] = MappingProxyType({})
 _NO_BLOCK: tuple[OrderKey, int, int, Indices] = (0, -1), 0, 0, np.empty(0, np.int64)
 
 
@@ -362,8 +365,14 @@ class EpochOrders:
         assert seed is not None
         return seed, order
 
-    def segment(self, epoch: int, start: int, stop: int) -> Segment:
-        """Return the examples at positions ``start`` to ``stop`` of an epoch."""
+    def lacking(self, epoch: int) -> list[Pass]:
+        """Return the order of an epoch if it is not kept, and computed whole by `epoch_orders`."""
+        is_kept = any(key[1] == self.first + epoch for key, *_ in self.blocks)
+        is_whole = self._shuffle and self._sampler is None and self.size <= self._block_size
+        return [(*self.key_of(epoch), self.size)] if is_whole and not is_kept else []
+
+    def segment(self, epoch: int, start: int, stop: int, computed: Mapping[Pass, Indices] = _NONE) -> Segment:
+        """Return the examples at positions ``start`` to ``stop`` of an epoch, whose order may be computed already."""
         order = self.first + epoch
         for key, first, last, block in self.blocks:
             if key[1] == order and first <= start and stop <= last:
@@ -386,7 +395,8 @@ class EpochOrders:
                     f"it gave {self.size} for the first and {len(block)} for epoch {order}"
                 )
         elif self._shuffle:
-            block = epoch_order(*key, self._dataset_size, first, last)
+            order = computed.get((*key, self.size))
+            block = epoch_order(*key, self.size, first, last) if order is None else order
         else:
             block = np.arange(first, last)
         newest = [(key, first, last, block), *[old for old in self.blocks[:1] if len(old[-1]) <= _BLOCK_SIZE]]
