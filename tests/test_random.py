@@ -35,6 +35,17 @@ def test_any_span_is_the_slice_of_the_whole():
         assert epoch_order(5, 2, 1000, start, stop).tolist() == whole[start:stop].tolist()
 
 
+def test_orders_that_are_computed_together_are_those_of_each_alone():
+    """Of any sizes, as a mixture of short sources has them. Spans of a fifth are computed without the whole order."""
+    passes = [(seed, epoch, size) for seed in (0, -3) for epoch in range(4) for size in (1, 5, 8, 9, 100, 127, 1000, 1023)]
+    orders = _random.epoch_orders(passes)
+    assert set(orders) == set(passes)
+    for (seed, epoch, size), order in orders.items():
+        step = size // 5 + 1
+        spans = [epoch_order(seed, epoch, size, start, min(start + step, size)) for start in range(0, size, step)]
+        assert order.tolist() == np.concatenate(spans).tolist()
+
+
 def test_indices_are_int64():
     """Arrays and tensors can be gathered with them as they are."""
     assert epoch_order(0, 0, 10).dtype == np.int64

@@ -90,7 +90,7 @@ def _keys_of(seed: int, epoch: int) -> Values:
 
 
 def _walk(values: Values, permute: Callable[[Values], Values], is_outside: Callable[[Values], Any]) -> Values:
-    """Permute what is outside until it is not: a walk along a cycle of the permutation, which comes back to where it began."""
+    """Permute what is outside until it is not: a walk along a cycle of the permutation comes back below the size."""
     outside = np.flatnonzero(is_outside(values))
     walked = values.take(outside)
     while outside.size:

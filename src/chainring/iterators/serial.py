@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ OrderSampler = Callable[[int, int, int], ArrayLike]
 A sampler whose batches vary in size also has ``batch_ends(seed, epoch, dataset_size)``, the position after each of them.
 """
 
-_BLOCK_SIZE = 65_536  # positions of an order that are computed at once
+_BLOCK_SIZE = 65_536  # positions of an order that are computed at once, or the whole order if it has at most twice as many
 _MARKED = 64  # indices by which an order is known again
 _SAMPLED = ("seed", "epoch", "size")
 
@@ -49,7 +48,6 @@ Segment = tuple[OrderKey, Indices]
 """The examples of a batch that are in one epoch: the key of its order, and their indices."""
 
 
-_NONE: Mapping[Pass, Indices] = MappingProxyType({})
 _NO_BLOCK: tuple[OrderKey, int, int, Indices] = (0, -1), 0, 0, np.empty(0, np.int64)
 
 
@@ -332,7 +330,7 @@ class EpochOrders:
         self.has_ends = hasattr(sampler, "batch_ends")
         self.begin(seed, (seed, 0), 0)
         self.size = self._dataset_size = size_of(dataset)
-        self._block_size = _BLOCK_SIZE
+        self._block_size = _BLOCK_SIZE if self.size > 2 * _BLOCK_SIZE else max(self.size, 1)
         if sampler is None:
             return
         _check_sampler(sampler)
@@ -371,8 +369,8 @@ class EpochOrders:
         is_whole = self._shuffle and self._sampler is None and self.size <= self._block_size
         return [(*self.key_of(epoch), self.size)] if is_whole and not is_kept else []
 
-    def segment(self, epoch: int, start: int, stop: int, computed: Mapping[Pass, Indices] = _NONE) -> Segment:
-        """Return the examples at positions ``start`` to ``stop`` of an epoch, whose order may be computed already."""
+    def segment(self, epoch: int, start: int, stop: int, computed: Mapping[Pass, Indices] | None = None) -> Segment:
+        """Return the examples at positions ``start`` to ``stop`` of an epoch, of which some orders are computed already."""
         order = self.first + epoch
         for key, first, last, block in self.blocks:
             if key[1] == order and first <= start and stop <= last:
@@ -395,8 +393,8 @@ class EpochOrders:
                     f"it gave {self.size} for the first and {len(block)} for epoch {order}"
                 )
         elif self._shuffle:
-            order = computed.get((*key, self.size))
-            block = epoch_order(*key, self.size, first, last) if order is None else order
+            whole = (computed or {}).get((*key, self.size))
+            block = epoch_order(*key, self.size, first, last) if whole is None else whole
         else:
             block = np.arange(first, last)
         newest = [(key, first, last, block), *[old for old in self.blocks[:1] if len(old[-1]) <= _BLOCK_SIZE]]
