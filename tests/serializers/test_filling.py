@@ -9,7 +9,6 @@ from torch import nn
 
 from chainring import training
 from chainring.serializers import DictionaryDeserializer, DictionarySerializer
-from chainring.serializers.protocol import visit_setting
 from chainring.testing import FakeUpdater
 
 
@@ -175,17 +174,6 @@ def test_a_running_average_that_became_a_tensor_stays_a_tensor():
     """As a Python number it would be rounded in other places in the next update."""
     result = loaded(torch.tensor(0.1), 0.0)
     assert torch.equal(result, torch.tensor(0.1))
-
-
-def test_a_setting_that_is_an_array_keeps_its_value_and_its_change_is_printed(capsys):
-    """Settings are not state: the saved one fills nothing."""
-    serializer = DictionarySerializer()
-    visit_setting(serializer, "scale", torch.ones(2), "scale")
-    for value in (torch.ones(2), given := torch.zeros(2)):
-        visit_setting(DictionaryDeserializer(serializer.target), "scale", value, "scale")
-    visit_setting(DictionaryDeserializer({}, strict=False), "scale", torch.zeros(2), "scale")
-    assert given.tolist() == [0, 0]
-    assert capsys.readouterr().out.count("  scale ") == 1
 
 
 def test_an_extension_in_the_form_of_chainer_continues_without_an_assignment(tmp_path):

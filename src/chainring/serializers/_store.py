@@ -30,6 +30,7 @@ FORMAT = 1
 STATE = "state.json"
 
 _CHECKSUMS = re.compile(r"([0-9a-f]{8})+")
+_NAME = re.compile(r"[^./\0][^/\0]*")  # what `check_name` lets pass
 _PLAIN = re.compile(r"(?!\.\.?$)[^/\0]+")
 _FOLDER = re.compile(r"((\.\./\.\./[^/.\0][^/\0]*/)?[0-9a-f]{16})?")
 _TYPES = {"name": str, "iteration": int, "files": dict, "about": dict, "parts": dict, "folder": str, "beside": list}
@@ -463,9 +464,10 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
         for key, cls in _TYPES.items():
             if type(values[key]) is not cls:
                 raise ValueError(f"{key!r} is {values[key]!r:.40}, and no {cls.__name__}")
-        values["files"] = {check_name(file): (size, crc) for file, (size, crc) in values["files"].items()}
+        values["files"] = {file: (size, crc) for file, (size, crc) in values["files"].items()}
         numbers = [number for size_and_crc in values["files"].values() for number in size_and_crc]
         texts = [(_FOLDER, values["folder"]), *((_PLAIN, name) for name in values["beside"])]
+        texts += [(_NAME, file) for file in values["files"]]
         texts += [(_CHECKSUMS, crcs) for crcs in values["parts"].values()]
         if not all(type(number) is int for number in numbers) or not all(
             type(text) is str and pattern.fullmatch(text) for pattern, text in texts

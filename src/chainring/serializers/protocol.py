@@ -35,7 +35,6 @@ from chainring.serializers._values import (
 _Owner = tuple[Any, str]
 """An object that is visited, and what of it: ``serialize``, ``state_dict``, or its entries as a module."""
 ENTRIES = "parameters and buffers"
-_MISSING = object()
 _STATELESS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 """Wrapper classes that have no state of their own, and the attribute that holds the model."""
 _WRAPPERS = {**_STATELESS, "AveragedModel": "module", "ActivationWrapper": "_checkpoint_wrapped_module"}
@@ -347,12 +346,9 @@ class Stateful:
 
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
-    """Record a setting beside the state: the saved value is not restored, but printed if it differs."""
-    if not isinstance(serializer, Deserializer):
-        serializer(key, value)
-        return
-    saved = visit_optional(serializer, key, _MISSING)  # and not the value, which would be filled with the saved one
-    if saved is not _MISSING and not is_same_value(saved, value):
+    """Record a setting, a number, string or ``None``, beside the state: the saved one is printed if it differs."""
+    saved = visit_optional(serializer, key, value)
+    if saved != value:
         announce_change(name, saved, value)
 
 
