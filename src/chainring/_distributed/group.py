@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
 
-T = TypeVar("T")
 # Descriptions of process groups: those whose waits the communicator notes, and those of exchanges in another thread.
 MAIN_GROUP = "chainring"
 BACKGROUND_GROUP = "chainring beside"
@@ -66,15 +66,13 @@ class GroupCommunicator(Communicator):
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         for flat in flattened(tensors):
-            with self.waiting():
-                dist.all_reduce(flat, group=self._group)
+            self._begin(partial(dist.all_reduce, flat), [flat])()
             if average:
                 flat.div_(self.size)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         for flat in flattened(tensors):
-            with self.waiting():
-                dist.broadcast(flat, group=self._group, group_src=root)
+            self._begin(partial(dist.broadcast, flat, group_src=root), [flat])()
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
@@ -89,32 +87,46 @@ class GroupCommunicator(Communicator):
         return objects[0]
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self._when_done(dist.all_reduce(tensor, group=self._group, async_op=True), tensor, tensor)
+        wait = self._begin(partial(dist.all_reduce, tensor), [tensor], gives=False)
+        return lambda: wait()[0]
 
     def start_all_to_all(self, sent: Tensor | Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
         flat = sent.reshape(-1) if isinstance(sent, Tensor) else torch.cat(list(sent))
         received = flat.new_empty(sum(sizes))
-        work = dist.all_to_all_single(received, flat, list(sizes), list(map(len, sent)), group=self._group, async_op=True)
-        return self._when_done(work, list(torch.split(received, list(sizes))), flat)
+        start = partial(dist.all_to_all_single, received, flat, list(sizes), list(map(len, sent)))
+        wait = self._begin(start, [received], flat, gives=False)
+        return lambda: list(torch.split(wait()[0], list(sizes)))
 
     def start_all_gather(self, tensor: Tensor, gives: bool = True) -> Callable[[], Tensor]:
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        work = dist.all_gather(list(gathered), tensor, group=self._group, async_op=True)
-        return self._when_done(work, gathered, tensor)
+        wait = self._begin(partial(dist.all_gather, list(gathered), tensor), [gathered], tensor, gives=gives)
+        return lambda: wait()[0]
 
-    def _when_done(self, work: Any, result: T, sent: Tensor) -> Callable[[], T]:
-        """Return a function that waits for an exchange, and until then holds what is sent."""
-        number, kept = self._begun, [work, sent]  # until it has ended
+    def start_max(self, number: int) -> Callable[[], int]:
+        largest = torch.tensor(number)
+        wait = self._begin(partial(dist.all_reduce, largest, dist.ReduceOp.MAX), [largest], on_host=True)
+        return lambda: int(wait()[0])
+
+    def _begin(
+        self, start: Callable[..., Any], results: list[Tensor], sent: Tensor | None = None, *, on_host: bool = False,
+        gives: bool = True, joins: bool = True,
+    ) -> Callable[[], list[Tensor]]:  # fmt: skip
+        """Begin an exchange; return what waits for it, and returns its results.
+
+        Ranks that are left after a loss are given its results if it ``gives``; if it ``joins``, none completes it before
+        all have begun it.
+        """
+        group = self._objects if on_host else self._group
+        number, kept = self._begun, [start(group=group, async_op=True), sent]  # until it has ended, or `leave` lets go
         self._under_way[number], self._begun = kept, number + 1
-        del work, sent  # which `leave` lets go
 
-        def wait() -> T:
+        def wait() -> list[Tensor]:
             if kept:  # and was not waited for before
                 with self.waiting():
                     kept[0].wait()
                 self._under_way.pop(number, None)
                 kept.clear()
-            return result
+            return results
 
         return wait
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
-import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,9 +33,6 @@ from chainring._distributed.group import (
 )
 from chainring._distributed.heartbeat import Heartbeat
 from chainring._messages import mute
-
-logger = logging.getLogger("chainring")
-_NOTICE = 10.0  # seconds after which it is told who has not begun a run
 
 
 class ProcessGroupCommunicator(GroupCommunicator):
@@ -85,22 +80,15 @@ class ProcessGroupCommunicator(GroupCommunicator):
         self._runs += 1
         key, runs = f"run/{self._runs}", store_of_group()
         with self.waiting():
-            self._store.set(f"{key}/{self.rank}", "")
             if self._store.add(key, 1) == self.size or runs is None:
                 return
             runs.add(WAITING, 1)  # and for ever if this rank raises, so that the other one sees it
             began, pause = time.monotonic(), 0.001
-            notice_at = began + _NOTICE
             while self._store.add(key, 0) < self.size and not self.has_lost(began):
                 if runs.check([RUNNING_ALONE]) and (other := str(runs.get(RUNNING_ALONE), "utf-8")):
                     raise ValueError(describe_alone(other))
                 if self._failures.failure is not None:
                     raise RuntimeError("Connection closed: another rank has failed before its run began")
-                if time.monotonic() > notice_at:
-                    notice_at = math.inf
-                    late = [rank for rank in range(self.size) if not self._store.check([f"{key}/{rank}"])]
-                    text = "rank %d waits for ranks %s, which have not begun the run after %g s"
-                    logger.warning(text, self.rank, late, _NOTICE)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.25)
             runs.add(WAITING, -1)
@@ -108,12 +96,6 @@ class ProcessGroupCommunicator(GroupCommunicator):
     def has_lost(self, began: float) -> bool:
         """Return whether ranks are lost for which this one waits, and the others go on: the next exchange says which."""
         return False
-
-    def start_max(self, number: int) -> Callable[[], int]:
-        largest = torch.tensor(number)
-        work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._objects, async_op=True)
-        wait = self._when_done(work, largest, largest)
-        return lambda: int(wait())
 
     def barrier(self) -> None:
         self.gather_object(None)

@@ -165,12 +165,6 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
 
     # --- exchanges ---
 
-    def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
-        for flat in flattened(tensors):
-            self._begin(partial(dist.all_reduce, flat), [flat])()
-            if average:
-                flat.div_(self.size)
-
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         self.send(tensors, root)
         self.barrier()  # the root does not wait for the others
@@ -186,41 +180,16 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         return self.gather_object(obj if self.rank == root else None)[root]
 
-    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        wait = self._begin(partial(dist.all_reduce, tensor), [tensor], gives=False)
-        return lambda: wait()[0]
-
-    def start_all_to_all(self, sent: Tensor | Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        flat = sent.reshape(-1) if isinstance(sent, Tensor) else torch.cat(list(sent))
-        received = flat.new_empty(sum(sizes))
-        start = partial(dist.all_to_all_single, received, flat, list(sizes), list(map(len, sent)))
-        wait = self._begin(start, [received], flat, gives=False)
-        return lambda: list(torch.split(wait()[0], list(sizes)))
-
-    def start_max(self, number: int) -> Callable[[], int]:
-        largest = torch.tensor(number)
-        wait = self._begin(partial(dist.all_reduce, largest, dist.ReduceOp.MAX), [largest])
-        return lambda: int(wait()[0])
-
     def barrier(self) -> None:
         self.start_all_gather(torch.zeros(1, dtype=torch.uint8))()
 
     def beside(self) -> Communicator:
         return Communicator()  # what all ranks write together are shards, and there are none
 
-    def start_all_gather(self, tensor: Tensor, gives: bool = True) -> Callable[[], Tensor]:
-        gathered = tensor.new_empty(self.size, *tensor.shape)
-        wait = self._begin(partial(dist.all_gather, list(gathered), tensor), [gathered], tensor, gives=gives)
-        return lambda: wait()[0]
-
     def _begin(
-        self, start: Callable[..., Any], results: list[Tensor], sent: Any = None, *, gives: bool = True, joins: bool = True
-    ) -> Callable[[], list[Tensor]]:
-        """Begin an exchange; return what waits for it, and returns its results.
-
-        Its results can be given to ranks that lack them if it ``gives``. If it ``joins``, none completes it before all have
-        begun it.
-        """
+        self, start: Callable[..., Any], results: list[Tensor], sent: Tensor | None = None, *, on_host: bool = False,
+        gives: bool = True, joins: bool = True,
+    ) -> Callable[[], list[Tensor]]:  # fmt: skip
         now = self._round
         key, settled, is_done = (now.number, self._begun), list(self._kept), False
         self._begun += 1
