@@ -508,17 +508,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def machine() -> str:
-    """Return a name of this machine since it was started, or of its network card."""
+    """Return a name of this machine since it was started, and of the container in which process ids are counted."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{uuid.getnode():012x}"
-
-
-def namespace() -> str:
-    """Return the name of the namespace in which process ids are counted, such as that of a container; else an empty one."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{uuid.getnode():012x}"  # its network card
 
 
 def start_of(pid: int) -> int | None:

@@ -271,7 +271,7 @@ def test_the_lease_of_a_process_of_this_host_that_has_ended_is_taken_at_once(buc
     take(bucket).check()
 
 
-@pytest.mark.parametrize("elsewhere", ["host", "machine", "namespace"])
+@pytest.mark.parametrize("elsewhere", ["host", "machine"])
 def test_the_lease_of_a_process_elsewhere_is_not_taken_because_its_number_is_free_here(bucket, elsewhere):
     """Such as in another container, or on a machine of the same name."""
     process = ended_process()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chainring._distributed.group import BACKGROUND_GROUP, count_collectives
-from chainring._files import machine, namespace, start_of
+from chainring._files import machine, start_of
 
 _LONGEST_STACK = 20_000  # characters
 _PAUSE = 5.0  # seconds without a turn of the watching thread that mean that this process was stopped
@@ -159,7 +159,7 @@ class Process(NamedTuple):
     @property
     def is_near(self) -> bool:
         """True for a process on this machine; of another machine's nothing is known."""
-        return self.machine == f"{machine()} {namespace()}"
+        return self.machine == machine()
 
     def has_ended(self) -> bool:
         """Return True if the process was on this machine and has ended."""
@@ -201,7 +201,7 @@ def this_process(board: int) -> Process:
     """Return this process, whose stacks a signal that nobody has taken dumps from now on into a file in memory."""
     global _stacks
     pid = os.getpid()
-    known = f"{machine()} {namespace()}", pid, start_of(pid), board
+    known = machine(), pid, start_of(pid), board
     if _stacks is None or _stacks[0] != pid:
         number = getattr(signal, "SIGRTMAX", 0) - _STACK_SIGNAL_FROM_LAST
         if not hasattr(os, "memfd_create") or number < 0 or signal.getsignal(number) is not signal.SIG_DFL:

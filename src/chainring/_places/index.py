@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 
-from chainring._files import machine, namespace, parse_strict, start_of
+from chainring._files import machine, parse_strict, start_of
 from chainring._messages import warn
 from chainring._places.base import MANIFEST, STAMP, RemoteError
 from chainring._places.bucket import MISSING, Bucket, Entry, StoredObject, Tag
@@ -65,7 +65,6 @@ class Record:
     pid: int
     host: str
     machine: str
-    namespace: str
     started: int
 
     @classmethod
@@ -202,7 +201,7 @@ class Index:
             record = Record(
                 run=run, token=token + 1, snapshots=snapshots, links=links, is_held=True, seconds=seconds,
                 holder=secrets.token_hex(8), pid=os.getpid(), host=socket.gethostname(), machine=machine(),
-                namespace=namespace(), started=start_of(os.getpid()) or 0,
+                started=start_of(os.getpid()) or 0,
             )  # fmt: skip
             self._replaced = self._clock()
             _held.add(record.holder)
@@ -311,7 +310,7 @@ def _seconds_left(bucket: Bucket, holder: Record, stored: StoredObject) -> int:
 
 def _has_ended(holder: Record) -> bool:
     """Return whether a holder was a process of this machine, and is known to have ended."""
-    if (holder.host, holder.machine, holder.namespace) != (socket.gethostname(), machine(), namespace()) or holder.pid <= 0:
+    if (holder.host, holder.machine) != (socket.gethostname(), machine()) or holder.pid <= 0:
         return False
     started = start_of(holder.pid)
     if holder.pid == os.getpid() and holder.started == started:

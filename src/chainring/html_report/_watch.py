@@ -9,7 +9,6 @@ import errno
 import itertools
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,7 @@ _SHARE = 4  # of the time that a look has taken, the pause after it is at least 
 _COMPARING_SHARE = 20  # the same of the time to find where runs part
 _STALE = 60.0  # seconds after which what was read of a log that no longer grows is let go
 _BEAT = 5.0  # seconds after which a listener that has gone is noticed
-_LAST_SECONDS = 2.0  # in which those who listen are told that the server ends
+_TO_ASK, _TO_READ = 2.0, 10.0  # seconds for a request, and to take what is sent: the server ends no later
 
 _HEADERS = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY"),
             ("Cross-Origin-Resource-Policy", "same-origin"), ("Referrer-Policy", "no-referrer"))  # fmt: skip
@@ -79,7 +78,6 @@ def watch(
             feed.end()
             server.shutdown()
             thread.join()
-            server.cut()
 
 
 class _Runs:
@@ -214,7 +212,6 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, feed: _Feed) -> None:
         self.feed = feed
-        self._connections: set[socket.socket] = set()
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -225,27 +222,6 @@ class _Server(ThreadingHTTPServer):
             ) from error
         self.hosts = {f"{HOST}:{self.server_port}", f"localhost:{self.server_port}"}
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
-        super().shutdown_request(request)
-
-    def cut(self) -> None:
-        """End the connections: those that wait for a request at once, others when they have been sent the last event."""
-        self._shut(socket.SHUT_RD)
-        until = time.monotonic() + _LAST_SECONDS
-        while self._connections and time.monotonic() < until:
-            time.sleep(0.02)
-        self._shut(socket.SHUT_RDWR)
-
-    def _shut(self, direction: int) -> None:
-        for connection in list(self._connections):
-            with suppress(OSError):
-                connection.shutdown(direction)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Pass over a reader who has gone; nothing depends on it."""
 
@@ -253,9 +229,10 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "chainring", ""
-    timeout = 30.0
+    timeout = _TO_ASK
 
     def do_GET(self) -> None:
+        self.connection.settimeout(_TO_READ)
         # The name of another site may be made to lead to this machine; its pages ask for that name.
         if self.headers.get("Host", "").lower() not in self.server.hosts:
             self.send_error(403, "this page is that of 127.0.0.1 and localhost only")
