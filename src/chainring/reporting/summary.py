@@ -296,17 +296,12 @@ class DictMeans(Stateful):
         )
         kinds = {(stack.values.dtype, stack.values.device) for stack in stacks} if are_whole else ()
         if len(kinds) == 1 and not stacks[0].values.is_complex() and weight_vector is not None:
-            table: Tensor | None = torch.stack([stack.values for stack in stacks])
-        else:
-            rows = [
-                [value[key] if type(value) is Stack else value for key, value in zip(keys, row, strict=True)] for row in rows
-            ]
-            table = _stack(list(chain.from_iterable(rows)))
-        if table is not None and weight_vector is not None:
-            for key, numbers in zip(keys, table.view(-1, len(keys)).unbind(1), strict=True):
+            table = torch.stack([stack.values for stack in stacks])
+            for key, numbers in zip(keys, table.unbind(1), strict=True):
                 self._columns[key].append(numbers, weight_vector)
             return
-        for key, values in zip(keys, map(list, zip(*rows, strict=True)), strict=True):
+        for key, column in zip(keys, zip(*rows, strict=True), strict=True):
+            values = [value[key] if type(value) is Stack else value for value in column]
             vector = _stack(values)
             if vector is not None and weight_vector is not None:
                 self._columns[key].append(vector, weight_vector)

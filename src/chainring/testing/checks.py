@@ -271,7 +271,11 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
 
     def observe(trainer: Trainer, updater: Any) -> dict[str, str]:
         if epochs and getattr(updater, "counts_epochs", True):
-            _require_epochs_of_updater(updater, epochs)
+            before, where = epochs[updater.iteration - 1], f"iteration {updater.iteration}"
+            counters = updater.epoch_detail, updater.epoch, updater.previous_epoch_detail, updater.is_new_epoch
+            remedy = "Leave them to get_iterator('main'), from whose epochs they come, or define all four"
+            require_epochs(counters, before, "update", where, remedy)
+            epochs[updater.iteration] = counters[:2]
         return _fingerprint_with_state(trainer, updater)
 
     def run(resume_points: list[int]) -> _Observations:
@@ -285,13 +289,6 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
     require(len(observations) == iterations, "the data last for the whole trial", found, remedy)
     for failure in (0, 4, None):
         _require_finalized(build, failure, _FINALIZE_UPDATER)
-
-
-def _require_epochs_of_updater(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
-    detail, epoch = epochs[updater.iteration] = (updater.epoch_detail, updater.epoch)
-    remedy = "Leave them to get_iterator('main'), from whose epochs they come, or define all four"
-    counters = detail, epoch, updater.previous_epoch_detail, updater.is_new_epoch
-    require_epochs(counters, epochs[updater.iteration - 1], "update", f"iteration {updater.iteration}", remedy)
 
 
 # --- the runs ---

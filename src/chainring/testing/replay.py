@@ -162,13 +162,11 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
 def recorded_threads(threads: Any) -> Iterator[None]:
     """Inside, let torch use as many threads as the run did, because sums over other numbers of them round otherwise."""
     before = torch.get_num_threads()
-    if isinstance(threads, int) and threads > 0 and threads != before:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads if isinstance(threads, int) and threads > 0 else before)
     try:
         yield
     finally:
-        if torch.get_num_threads() != before:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
