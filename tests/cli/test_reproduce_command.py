@@ -144,17 +144,6 @@ def test_a_run_of_uncommitted_code_is_made_again_with_the_same_bits(place, capsy
     }
 
 
-def test_inspect_says_of_which_code_a_run_is(place, capsys):
-    """The script, the commit, and whether there were changes."""
-    commit()
-    (place / "train.py").write_text(SCRIPT + "# changed\n")
-    train("--length", "8")
-    assert main(["inspect", "result"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("code: "))
-    assert line.startswith("code: train.py, commit ")
-    assert line.endswith(" with changes; `chainring reproduce` makes the run again")
-
-
 def test_without_a_repository_the_text_of_the_script_is_enough(place, capsys):
     """The script itself is gone; what it reads lies where it lay, and is named."""
     import numpy

@@ -7,17 +7,14 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from chainring._files import below_home, is_url
 from chainring._messages import list_names, printable
 from chainring._places.base import StoredFile
 from chainring._runs.finished import FinishedRun, as_mapping, describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, show
 from chainring.serializers._safetensors import read_entries, verify_file
 from chainring.serializers._store import THINNED, CorruptError, NewerFormat, SavedSnapshot, Thinned, split
-from chainring.training._run_directory import read_record
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60
@@ -76,11 +73,10 @@ def _inspect(options: argparse.Namespace) -> None:
     except Thinned as error:
         manifest = error.manifest
     files = [saved.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")]
-    code = None if is_url(options.path) else _describe_code(Path(below_home(options.path)))
     sizes = {name: size for name, (size, _) in sorted(manifest.files.items())}
     about: dict[str, Any] = {
         "directory": saved.path, "iteration": manifest.iteration, "epoch": manifest.about.get("epoch"),
-        "versions": as_mapping(manifest.about.get("versions")), "code": code,
+        "versions": as_mapping(manifest.about.get("versions")),
         "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about}, "faults": [], "commands": [],
         "bytes": sum(sizes.values()), "files": sizes, "tensors": [tensor for file in files for tensor in _tensors_of(file)],
     }  # fmt: skip
@@ -100,20 +96,10 @@ def _inspect(options: argparse.Namespace) -> None:
         lines += [str(Thinned(saved.path, manifest)), *(f"  {path}  {text}" for path, text in about["thinned"].items())]
     if others:
         lines.append(f"also there: {list_names([other.name for other in others], 3)}")
-    lines += [f"code: {code}; `chainring reproduce` makes the run again"] if code else []
     lines += [f"{note}: {text}" for note, text in about["notes"].items()]
     lines += [f"found by an audit of the run: {fault}" for fault in about["faults"]]
     lines += [f"commanded: {describe_entry(entry)}" for entry in about["commands"]]
     show(options, about, [*map(printable, lines), *_table(about["tensors"], about["bytes"])])
-
-
-def _describe_code(run: Path) -> str | None:
-    """Return in words of which code a run is, if this is the directory of one that says so."""
-    source = as_mapping(as_mapping(read_record(run).get("reproduction")).get("source"))
-    if not source.get("script"):
-        return None
-    commit, changes = str(source.get("commit") or "")[:12], " with changes" if source.get("difference") else ""
-    return f"{source['script']}, " + (f"commit {commit}{changes}" if commit else "in no repository")
 
 
 def _table(tensors: Sequence[Mapping[str, Any]], size: int) -> Iterator[str]:
