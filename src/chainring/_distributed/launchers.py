@@ -159,7 +159,11 @@ def create_communicator(
         store = meet(_where_torchruns_meet(info, os.environ), limit, about=describe_process())
         return SurvivingCommunicator(rank_device, info.local_rank, info.rank, info.size, store, timeout)
     _groups_joined += int(started)  # the same number on all ranks, for keys that no earlier communicator has used
-    store = _store_of_group(f"joined/{_groups_joined}") if started else _start(info, rank_device, limit)
+    if started:  # in a group without a store errors do not reach the others
+        own = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
+        store = None if own is None else PrefixStore(f"chainring/joined/{_groups_joined}", own)
+    else:
+        store = _start(info, rank_device, limit)
     world = ProcessGroupCommunicator(rank_device, info.local_rank, store, ends_group=not started, timeout=timeout)
     if mesh is None:
         return world
@@ -243,12 +247,6 @@ def _start(info: RankInfo, device: torch.device, limit: timedelta) -> Any:
     assert dist.group.WORLD is not None
     set_timeout(dist.group.WORLD, TIMEOUT)
     return store
-
-
-def _store_of_group(prefix: str) -> Any:
-    """Return a part of the store of the process group that the script has started; ``None`` without one."""
-    store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
-    return None if store is None else PrefixStore(f"chainring/{prefix}", store)
 
 
 def read_rank_info(environment: Mapping[str, str]) -> RankInfo:
