@@ -56,19 +56,22 @@ class _Fetch(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of whole documents that were found together."""
+    """Rows of whole documents that were found together. Pieces are these, and at the end of each row what is left."""
 
-    pieces: _Documents  # these documents, and at the end of each row what is left
+    packed: Indices  # their places in the documents that waited
+    numbers: Indices  # of each piece
+    counts: Indices
+    tokens: list[NDArray[np.integer]]
     ends: list[int]  # of rows, counted in pieces, and before them the beginning of the first
 
 
-_NO_ROWS = _Rows(_NO_DOCUMENTS, [0])
+_NO_ROWS = _Rows(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, [], [0])
 
 
 class _Position(NamedTuple):
     """Where the next row begins."""
 
-    documents: _Documents = _NO_DOCUMENTS  # fetched and not packed, or not whole; first those of the rows, row by row
+    documents: _Documents = _NO_DOCUMENTS  # fetched and not packed, or not whole, and those of all the rows
     offset: int = 0  # of the first of them, how many tokens are packed
     packed: int = 0  # documents that are packed to their end
     fetches: tuple[_Fetch, ...] = ()  # those of all documents that wait
@@ -79,7 +82,8 @@ class _Position(NamedTuple):
     @property
     def waiting(self) -> Indices:
         """The positions in the stream of the documents that are not packed."""
-        return np.sort(self.documents.positions)
+        packed = self.rows.packed[: self.rows.ends[self.row] - self.row]
+        return np.sort(np.delete(self.documents.positions, packed))
 
 
 class _Saved(NamedTuple):
@@ -274,7 +278,8 @@ class _Packing:
         self.fetches, self.fetched, self._rows, self._row = list(at.fetches), at.fetched, at.rows, at.row
         self._separator = None if iterator.separator is None else np.array([iterator.separator])
         self._tokens: list[NDArray[np.integer]] = []  # of all rows, one after the other
-        self._pieces: list[Any] = []  # of which document, how many tokens, and how many of it are before them
+        self._pieces: list[Any] = []  # of which document, and how many tokens
+        self._begun = at.offset  # how many tokens of the first are in earlier rows
         self._n_empty = 0  # documents without tokens that were fetched last
 
     def fill(self) -> int:
@@ -283,11 +288,12 @@ class _Packing:
 
     def write(self, rows: int) -> Iterable[NDArray[np.int64]]:
         """Return the ids, documents and positions of the rows that were filled."""
-        documents, counts, firsts = map(np.concatenate, zip(*self._pieces, strict=True))
+        documents, counts = map(np.concatenate, zip(*self._pieces, strict=True))
         ends = counts.cumsum()
+        starts = ends - counts
+        starts[0] -= self._begun
         ids = np.concatenate(self._tokens, dtype=np.int64, casting="unsafe")
-        numbers = documents.repeat(counts)
-        positions = (ends - counts - firsts).repeat(counts)
+        numbers, positions = documents.repeat(counts), starts.repeat(counts)
         np.subtract(self._iterator.counts[: len(ids)], positions, positions)
         unused = np.flatnonzero(documents == _NONE)
         for end, count in zip(ends[unused].tolist(), counts[unused].tolist(), strict=True):
@@ -309,13 +315,12 @@ class _Packing:
             count = int(min(starts.searchsorted(places), np.count_nonzero(documents.epochs == epoch)))
             is_cut = int(ends[count - 1]) > places
             used = min(places, int(ends[count - 1]))
-            firsts = np.zeros(count, np.int64)
-            firsts[0] = self._offset
-            counts = np.minimum(ends[:count], places) - starts[:count] - firsts
+            counts = np.minimum(ends[:count], places) - starts[:count]
             tokens = documents.tokens[:count].tolist()
-            tokens[-1] = tokens[-1][: firsts[-1] + counts[-1]]
+            tokens[-1] = tokens[-1][: counts[-1]]
             tokens[0] = tokens[0][self._offset :]
-            self._put(tokens, (documents.numbers[:count], counts, firsts), [count - 1] if is_cut else [])
+            counts[0] -= self._offset
+            self._put(tokens, (documents.numbers[:count], counts), [count - 1] if is_cut else [])
             self._offset = places - int(starts[count - 1]) if is_cut else 0
             self._packed += count - is_cut
             self.documents = self.documents.at(slice(count - is_cut, None))
@@ -325,7 +330,7 @@ class _Packing:
     def _leave(self, places: int) -> None:
         """Leave the rest of a row unused."""
         if places:
-            self._put([np.zeros(places, np.int64)], ((_NONE,), (places,), (0,)), [0])
+            self._put([np.zeros(places, np.int64)], ((_NONE,), (places,)), [0])
 
     def _put(self, tokens: list[NDArray[np.integer]], pieces: Any, unended: Iterable[int]) -> None:
         """Put pieces of documents behind those that there are, with separators but for those that do not end."""
@@ -341,24 +346,21 @@ class _Packing:
     def _fill_by_length(self) -> int:
         filled, of_batch = 0, self._iterator.batch_size
         while filled < of_batch and self._look_ahead():
-            ends, row = self._rows.ends, self._row
-            self._row = min(row + of_batch - filled, len(ends) - 1)
+            rows, row = self._rows, self._row
+            self._row = min(row + of_batch - filled, len(rows.ends) - 1)
             filled += self._row - row
-            first, last = ends[row], ends[self._row]
-            pieces = self._rows.pieces.at(slice(first, last))
-            unused = [end - first - 1 for end in ends[row + 1 : self._row + 1]]
-            self._put(pieces.tokens.tolist(), (pieces.numbers, pieces.lengths, np.zeros_like(pieces.lengths)), unused)
-            self._pack(last - first - len(unused))
+            first, last = rows.ends[row], rows.ends[self._row]
+            unused = [end - first - 1 for end in rows.ends[row + 1 : self._row + 1]]
+            self._put(rows.tokens[first:last], (rows.numbers[first:last], rows.counts[first:last]), unused)
+            self._packed += last - first - len(unused)
         return filled
-
-    def _pack(self, count: int) -> None:
-        """Count the next documents as packed."""
-        self._packed += count
-        self.documents = self.documents.at(slice(count, None))
 
     def _look_ahead(self) -> bool:
         """Find the next rows if none is left, in the documents of the pass or else of the next; return False at the end."""
         while self._row == len(self._rows.ends) - 1:
+            waits = np.ones(len(self.documents.lengths), bool)
+            waits[self._rows.packed] = False
+            self.documents, self._rows, self._row = self.documents.at(np.flatnonzero(waits)), _NO_ROWS, 0
             has_more = True
             while True:
                 epochs = self.documents.epochs
@@ -372,19 +374,18 @@ class _Packing:
             if unused:
                 self._keep_rows(chosen, of_pass, unused)
             else:  # these documents are all empty
-                self._pack(of_pass)
+                self._packed += of_pass
+                self.documents = self.documents.at(slice(of_pass, None))
         return True
 
     def _keep_rows(self, chosen: Indices, none: int, unused: list[int]) -> None:
         """Keep rows of documents that were chosen, each with the number of none behind it, and so many places not used."""
-        pieces, ends = self.documents.at(np.minimum(chosen, none - 1)), np.flatnonzero(chosen == none)
-        pieces.lengths[ends], pieces.numbers[ends] = unused, _NONE
-        zeros = np.zeros(max(unused), np.int64)
-        pieces.tokens[ends] = np.fromiter((zeros[:count] for count in unused), object, len(unused))
-        self._rows, self._row = _Rows(pieces, [0, *(ends + 1).tolist()]), 0
-        packed, waits = chosen[chosen < none], np.ones(len(self.documents.lengths), bool)
-        waits[packed] = False
-        self.documents = self.documents.at(np.concatenate([packed, np.flatnonzero(waits)]))
+        pieces = self.documents.at(np.minimum(chosen, none - 1))
+        numbers, counts, tokens = pieces.numbers, pieces.lengths, pieces.tokens
+        ends, zeros = np.flatnonzero(chosen == none), np.zeros(max(unused), np.int64)
+        numbers[ends], counts[ends] = _NONE, unused
+        tokens[ends] = np.fromiter((zeros[:count] for count in unused), object, len(unused))
+        self._rows = _Rows(chosen[chosen < none], numbers, counts, tokens.tolist(), [0, *(ends + 1).tolist()])
 
     def fetch(self) -> bool:
         """Fetch documents; return False if there are no more."""
@@ -395,7 +396,13 @@ class _Packing:
         except StopIteration:
             return False
         numbers: Any = source.indices_since(began)
-        tokens = list(map(_tokens_of, examples, numbers.tolist()))
+        # hot path: "documents, packed" of benchmarks/data.py. Nearly all are arrays of integers that int64 holds.
+        tokens = [
+            example
+            if type(example) is np.ndarray and example.ndim == 1 and example.dtype.char in "bhilqBHI"
+            else _tokens_of(example, number)
+            for example, number in zip(examples, numbers.tolist(), strict=True)
+        ]
         lengths = np.fromiter(map(len, tokens), np.int64, len(tokens)) + (iterator.separator is not None)
         if not iterator.split and lengths.max() > iterator.length:
             at = int((lengths > iterator.length).argmax())
@@ -442,13 +449,13 @@ def _find_rows(lengths: Indices, least: int, length: int) -> tuple[Indices, list
     A row takes the first that fits, again and again; behind its last comes the number of documents, which is that of none.
     """
     none, first, shortest, packed = len(lengths), 0, int(lengths.min()), length + 1
-    sizes = [*lengths.tolist(), 0]  # one more than fits if it is packed
-    waiting, fits = np.array(sizes, np.min_scalar_type(packed)), np.empty(none + 1, bool)
-    limit = np.zeros((), waiting.dtype)
+    waiting = np.append(lengths, 0).astype(np.min_scalar_type(packed))  # the last fits always
+    sizes, fits, limit = waiting.data, bytearray(none + 1), np.zeros((), waiting.dtype)
+    fitting = np.frombuffer(fits, bool)
     chosen: list[int] = []
     unused: list[int] = []
     # hot path: "whole documents, packed" of benchmarks/data.py. What is called for each document is looked up once.
-    find, less_equal, choose = fits.argmax, np.less_equal, chosen.append
+    find, less_equal, choose = fits.find, np.less_equal, chosen.append
     while none - len(chosen) + len(unused) >= least:
         begin, left = len(chosen), length
         while sizes[first] == packed:
@@ -456,15 +463,15 @@ def _find_rows(lengths: Indices, least: int, length: int) -> tuple[Indices, list
         at = first  # which fits into an empty row
         while at < none:
             left -= sizes[at]
-            sizes[at] = waiting[at] = packed
+            sizes[at] = packed  # which fits nowhere
             choose(at)
             at += 1  # none before fits, and often the next does
             if sizes[at] > left:
                 if left < shortest:
                     break
                 limit[()] = left
-                less_equal(waiting, limit, fits)
-                at = int(find())
+                less_equal(waiting, limit, fitting)
+                at = find(1)
         if left == length:  # those that are left are all empty
             del chosen[begin:]
             break
@@ -482,8 +489,6 @@ def _needed(fetches: Iterable[_Fetch], waiting: Sequence[int] | Indices) -> list
 
 def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
     """Return the tokens of a document as an array."""
-    if type(example) is np.ndarray and example.ndim == 1 and example.dtype.char in "bhilqBHI":
-        return example  # of integers that int64 holds
     tokens = example.numpy(force=True) if isinstance(example, torch.Tensor) else example
     if isinstance(tokens, (list, tuple)):
         with suppress(ValueError):  # lists of different lengths, which are refused below
