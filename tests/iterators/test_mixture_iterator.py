@@ -392,7 +392,18 @@ def test_a_function_of_weights_that_has_no_more_is_not_the_end_of_the_data():
 
 
 def test_other_sources_at_a_resume_are_refused():
-    """By their names and sizes."""
+    """By their names and sizes, and by their order, in which they are counted."""
     state = MixtureIterator(sources([3, 3]), 2, weights={"s0": 1, "s1": 1}).state_dict()
     with pytest.raises(ValueError, match=r"'s1': 4.*'s1': 3"):
         MixtureIterator(sources([3, 4]), 2, weights={"s0": 1, "s1": 1}).load_state_dict(state)
+    with pytest.raises(ValueError, match="in the same order"):
+        MixtureIterator(dict(reversed(sources([3, 3]).items())), 2, weights={"s0": 1, "s1": 1}).load_state_dict(state)
+
+
+def test_shuffle_that_changes_at_a_resume_is_refused():
+    """As by a SerialIterator, since the examples of the pass would come twice; before the first there are none."""
+    iterator, other = (MixtureIterator(sources([9]), 2, weights={"s0": 1}, shuffle=value) for value in (True, False))
+    other.load_state_dict(iterator.state_dict())
+    next(iterator)
+    with pytest.raises(ValueError, match="the saved run had shuffle=True"):
+        other.load_state_dict(iterator.state_dict())

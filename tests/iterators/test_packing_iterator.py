@@ -266,6 +266,36 @@ def test_what_is_no_document_is_refused_with_its_number(example, settings, error
             next(iterator)
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_a_fetch_that_fails_at_a_resume_is_tried_again(split):
+    """And rows go on where they were cut, as if it had not failed."""
+    data, fails = documents(30, 16), []
+    uncut = PackingIterator(SerialIterator(data, 4, seed=1), 16, 2, split=split)
+    next(uncut)
+
+    def fetch(document):
+        if fails and fails.pop():
+            raise OSError("the disk is away")
+        return document
+
+    iterator = PackingIterator(SerialIterator(TransformDataset(data, fetch), 4, seed=1), 16, 2, split=split)
+    iterator.load_state_dict(uncut.state_dict())
+    fails += [True, False]  # the second of those that waited
+    with pytest.raises(OSError, match="the disk is away"):
+        next(iterator)
+    assert np.array_equal(next(iterator).columns["input_ids"], next(uncut).columns["input_ids"])
+
+
+def test_a_document_that_is_shorter_at_a_resume_than_what_is_packed_of_it_is_refused():
+    """With its number; again at the next try."""
+    iterator, other = (PackingIterator([np.ones(length, int)], 8, 1) for length in (10, 3))
+    next(iterator)
+    other.load_state_dict(iterator.state_dict())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="document 0 has 3 tokens, and the saved run had packed 8 of it"):
+            next(other)
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "error"),
     [

@@ -24,7 +24,7 @@ from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import counters_of, not_the_end
 from chainring.iterators.multiprocess import MultiprocessIterator
 from chainring.iterators.serial import EpochOrders, Segment, SerialIterator, require_indices, require_integer
-from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional, visit_setting
 
 Weights = Mapping[str, float]
 
@@ -517,16 +517,21 @@ class MixtureIterator(MultiprocessIterator):
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
         sizes = dict(zip(self.sources.names, self.sources.sizes, strict=True))
-        if (saved := dict(serializer("sizes", sizes))) != sizes:
+        if list((saved := dict(serializer("sizes", sizes))).items()) != list(sizes.items()):
             raise ValueError(
                 f"the sources of iterator {self.name!r} have {sizes} examples, and those of the saved run had {saved}. A "
-                "position in one means nothing in the other: resume with the same datasets, give one that is not wanted any "
-                "more the weight 0, or start a new run"
+                "position in one means nothing in the other: resume with the same datasets in the same order, give one that "
+                "is not wanted any more the weight 0, or start a new run"
             )
         visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
         given_seed, seed = self.sources.orders[0].seed, serializer("seed", self.seed if saving else None)
         anchor = self._anchor()
         position = serializer("position", anchor.position)
+        if visit_optional(serializer, "shuffle", self.shuffle) != self.shuffle and position:
+            raise ValueError(
+                f"the saved run had shuffle={not self.shuffle} of iterator {self.name!r}, and took {position} examples: "
+                "some would come twice in a pass, others never. Resume with the same shuffle, or start a new run"
+            )
         given, changed_at, began = (
             tuple(serializer(key, list(counts)))
             for key, counts in (("given", anchor.given), ("changed_at", anchor.changed_at), ("start", self._start))

@@ -258,15 +258,24 @@ class PackingIterator(Iterator):
 
     def _take_up_saved(self) -> None:
         """Fetch again the documents that wait in a state that was loaded."""
-        if self._saved is None:
+        if (saved := self._saved) is None:
             return
-        saved, self._saved = self._saved, None
-        self.at = _Position(fetched=saved.first)
+        mark, self.at = self.source.mark(), _Position(fetched=saved.first)
         packing = _Packing(self)
-        while packing.fetched < saved.fetched and packing.fetch():
-            pass
-        documents = packing.documents.at(np.isin(packing.documents.positions, saved.waiting))
+        try:
+            while packing.fetched < saved.fetched and packing.fetch():
+                pass
+            documents = packing.documents.at(np.isin(packing.documents.positions, saved.waiting))
+            if saved.offset and saved.offset > documents.lengths[0]:
+                raise ValueError(
+                    f"document {documents.numbers[0]} has {documents.lengths[0]} tokens, and the saved run had "
+                    f"packed {saved.offset} of it; resume with the same documents"
+                )
+        except BaseException:
+            self.source.return_to(mark)
+            raise
         self.at = _Position(documents, saved.offset, saved.packed, tuple(packing.fetches), packing.fetched)
+        self._saved = None
 
 
 class _Packing:
