@@ -126,17 +126,17 @@ class Memory:
         """
         scheme, metrics = part.update.scheme, {id(obj) for metric in self._metrics for obj in parts_of(metric)}  # put back
         leaves = [leaf for batch in part.list_batches() for leaf in _leaves(batch)]
-        groups = {"its batch in place": {f"value {index}": leaf for index, leaf in enumerate(leaves)}}
-        groups["updater"] = {name: value for name, value in vars(scheme.updater).items() if name not in OWN_ATTRIBUTES}
+        groups = {"its batch in place, ": {f"value {index}": leaf for index, leaf in enumerate(leaves)}}
+        groups["updater."] = {name: value for name, value in vars(scheme.updater).items() if name not in OWN_ATTRIBUTES}
         for label, model in scheme.models.items():
             for path, module in model.named_modules(prefix=label):
                 attributes = {} if id(module) in metrics else vars(module)
-                groups[path] = {name: value for name, value in attributes.items() if name not in _OF_A_MODULE}
-            groups[f"model {label!r}"] = {"requires_grad": [parameter.requires_grad for parameter in model.parameters()]}
+                groups[f"{path}."] = {name: value for name, value in attributes.items() if name not in _OF_A_MODULE}
+            groups[f"requires_grad of model {label!r}"] = {"": [parameter.requires_grad for parameter in model.parameters()]}
         for name, optimizer in scheme.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
-                groups[f"optimizer {name!r}, group {index}"] = {**group, "params": None}
-        return {f"{path}.{name}": _shown(value) for path, group in groups.items() for name, value in group.items()}
+                groups[f"optimizer {name!r}, group {index}, "] = {**group, "params": None}
+        return {f"{path}{name}": _shown(value) for path, group in groups.items() for name, value in group.items()}
 
     def _tell(self, part: Part, on_host: bool) -> None:
         """Say how a virtual rank was computed again."""
