@@ -33,8 +33,6 @@ _KEYS = ("id", "run", "time", "command")
 
 
 class Command(NamedTuple):
-    """A command, as it is meant."""
-
     kind: str  # "lr", "stop", "stop at", "snapshot", "call", "weights"
     name: str = ""  # of an optimizer, which may be left out, or an extension
     value: Any = None
@@ -137,7 +135,6 @@ def read_owned(path: Path) -> bytes:
 
 
 def describe_entry(entry: Mapping[str, Any]) -> str:
-    """Return an entry of the record in words."""
     command = printable(entry["command"])
     if "refused" in entry:
         return f"{command} is refused: {printable(entry['refused'])}"

@@ -110,7 +110,6 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def describe_leaves(path: str, value: Any) -> dict[str, str]:
-    """Return the descriptions of all values in nested containers by path."""
     return {leaf_path: describe(leaf) for leaf_path, leaf in leaves(path, value)}
 
 

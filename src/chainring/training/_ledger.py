@@ -187,7 +187,6 @@ class Ledger:
         return Row(iteration, int(self.batches[index]) or None, int(self.generators[index]) or None, losses)
 
     def block(self, number: int, first: int, last: int) -> Block:
-        """Return a block of these iterations."""
         block = Block(number, first)
         for row in filter(None, map(self.row, range(first, last + 1))):
             block.add_row(row.batch or 0, row.losses)
@@ -212,7 +211,6 @@ def cut_back(content: bytes, path: Path, iteration: int) -> bytes:
 
 
 def loss_value(bits: int, kind: int) -> float:
-    """Return the value of a loss from its bits and its type."""
     if LOSS_TYPES[kind] == "bfloat16":
         bits, kind = bits << 16, LOSS_TYPES.index("float32")
     if not kind:
@@ -223,21 +221,13 @@ def loss_value(bits: int, kind: int) -> float:
 
 @dataclass(slots=True)
 class Block:
-    """The rows of up to 32 iterations that follow one another, and the digests taken in them.
+    """The rows of up to 32 iterations that follow one another, and the digests taken in them."""
 
-    Attributes:
-        number: of the block in its file, from 0.
-        first: the iteration of the first row.
-        rows: for each iteration the digest of the batch, and the losses by name.
-        digests: by iteration the names of the tensors, and their digests.
-        generators: the digest of the random generators after the last iteration; 0 if it was not taken.
-    """
-
-    number: int
-    first: int
-    rows: list[tuple[int, Mapping[str, Bits]]] = field(default_factory=list)
-    digests: dict[int, tuple[Sequence[str], NDArray[np.uint64]]] = field(default_factory=dict)
-    generators: int = 0
+    number: int  # in its file, from 0
+    first: int  # the iteration of the first row
+    rows: list[tuple[int, Mapping[str, Bits]]] = field(default_factory=list)  # the digest of the batch, the losses by name
+    digests: dict[int, tuple[Sequence[str], NDArray[np.uint64]]] = field(default_factory=dict)  # of tensors, by iteration
+    generators: int = 0  # the digest after the last iteration; 0 if it was not taken
 
     def add_row(self, batch: int, losses: Mapping[str, Bits]) -> None:
         """Add the next iteration, after which the generators are other ones."""

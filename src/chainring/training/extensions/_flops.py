@@ -102,7 +102,6 @@ class UpdateFlops(Observer):
         self.seconds = sum(map(partial(self._least_seconds, counter.flops), devices.values())) / len(devices) ** 2
 
     def count_batch(self, context: UpdateContext) -> None:
-        """See a batch of the update that is counted."""
         if (counter := self._counter) is None:
             return
         undo_if_computed_again(partial(setattr, counter, "flops", Counter(counter.flops)))
@@ -137,7 +136,6 @@ def peaks_of(device: torch.device) -> dict[str, float]:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Return True for a model with a part that ``torch.compile`` has been given."""
     return any(
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()

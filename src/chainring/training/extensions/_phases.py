@@ -44,7 +44,6 @@ def seconds_between(began: Any, ended: Any) -> float:
 
 
 def report_as(extension: Extension, trainer: Trainer, values: Mapping[str, Any]) -> None:
-    """Report values under the name of an extension."""
     name = trainer.extension_name or extension.default_name
     report({f"{name}/{key}": float(value) for key, value in values.items()})
 

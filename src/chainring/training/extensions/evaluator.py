@@ -45,11 +45,8 @@ class Evaluator(Extension):
 
     No gradients are computed, and the training flags of all submodules and the random generators are restored. Means are
     weighted by the number of examples, so they do not depend on the batch size. Metrics that are attributes of the model
-    are computed over this evaluation only; a metric object that the function reports or returns is computed at the end.
-
-    A model of the updater is evaluated as it is trained: in the updater's precision and with its ``loss_func``. Any other
-    target, such as an average of the parameters, is called as it is, unless ``precision`` and ``loss_func`` are given. Of a
-    schedule-free optimizer the weights of its ``eval()`` are evaluated, and those that it trains put back bit for bit.
+    are computed over this evaluation only; a metric object that the function reports or returns is computed at the end. Of
+    a schedule-free optimizer the weights of its ``eval()`` are evaluated, and those that it trains put back bit for bit.
 
     Ranks share the examples. A subclass with a loop of its own over the iterator has all of them on every rank.
 
@@ -74,8 +71,7 @@ class Evaluator(Extension):
         limit: the number of batches after which an evaluation ends, the first ones of the pass; ``None`` for all of them.
         virtual_ranks: the number of parts in which each batch is evaluated, the examples ``batch[v::virtual_ranks]`` in
             part v, so that the results are equal to the last bit on 1 to ``virtual_ranks`` ranks; by default that of the
-            updater. Changes of buffers are undone; images, texts and histograms are those of part 0. A torchmetrics object
-            is exact if its states are counts; one of your own without ``sync`` must count in integers.
+            updater. A torchmetrics object is exact if its states are counts; one of your own must count in integers.
 
     Raises:
         ValueError: the iterator repeats, or can be used for one pass only; or there is no function to call, or two.

@@ -43,7 +43,6 @@ NO_VIRTUAL_RANKS = (
 
 
 def check_models(given: Any) -> dict[str, nn.Module]:
-    """Return the models by name."""
     models = _by_name(given, "model")
     for name, model in models.items():
         if not isinstance(model, nn.Module):
@@ -65,7 +64,6 @@ def check_models(given: Any) -> dict[str, nn.Module]:
 
 
 def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, Optimizer]:
-    """Return the optimizers by name, each over parameters of the models."""
     optimizers = _by_name(given, "optimizer")
     names = parameter_names(models)
     for name, optimizer in optimizers.items():
@@ -189,7 +187,6 @@ def _move_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tenso
 
 
 def as_iterators(given: Any) -> dict[str, Any]:
-    """Return the iterators by name; none of ``None``."""
     return {} if given is None else {name: as_iterator(source) for name, source in _by_name(given, "iterator").items()}
 
 
@@ -220,7 +217,6 @@ def check_settings(converter: Any, loss_func: Any, accumulate: Any, across_epoch
 def check_default_update(
     iterators: Mapping[str, Any], models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> None:
-    """Refuse iterators, models and optimizers with which the default update cannot work."""
     registered: tuple[tuple[str, Mapping[str, Any]], ...] = (("iterator", iterators), ("model", models))
     for role, objects in registered:
         if objects and "main" not in objects:

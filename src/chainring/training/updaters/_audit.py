@@ -59,8 +59,6 @@ class _Difference(BaseException):
 
 @dataclass(frozen=True)
 class _Computation:
-    """What a rank has computed for a virtual rank."""
-
     rank: int
     host: str
     device: str
@@ -311,7 +309,6 @@ class Audit:
         return sums_to_compare(tensors, _ABSENT, torch.device(self._me.device))
 
     def _name_difference(self, sums: tuple[int, ...], others: tuple[int, ...]) -> str:
-        """Return the name of the first parameter whose gradients differ."""
         names = {id(value): name for name, value in _list_parameters(self._ranks.scheme.models).items()}
         trained = [names[id(parameter)] for parameter in self._trained]
         return next((name for name, *pair in zip(trained, sums, others, strict=False) if pair[0] != pair[1]), "?")

@@ -106,7 +106,6 @@ class Balance:
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """Measure what runs in the context."""
         if self.span is not None:
             self.span.begin()
         try:

@@ -40,7 +40,6 @@ class WeightedMean:
         return self._scheme.updater.accumulate * getattr(self._scheme.iterators.get("main"), "batch_size", 1)
 
     def weigh(self, loss: Tensor, weight: Any) -> Tensor:
-        """Return a loss times the share of its weight in a full update."""
         if isinstance(weight, Tensor):  # a count, in the precision of the loss
             weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
         share = weight / self.reference

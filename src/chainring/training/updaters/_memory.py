@@ -139,7 +139,6 @@ class Memory:
         return {f"{path}{name}": _shown(value) for path, group in groups.items() for name, value in group.items()}
 
     def _tell(self, part: Part, on_host: bool) -> None:
-        """Say how a virtual rank was computed again."""
         again = f"memory ran out, and {_name(part)} was computed again, to the same bits"
         if on_host and (numbers := _numbers_in(part.list_batches(), 0)) < self._least:
             self._least = numbers
@@ -249,7 +248,6 @@ def capacity(device: torch.device) -> tuple[int, int] | None:
 
 
 def sized(size: float) -> str:
-    """Return a number of bytes as text."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 

@@ -124,7 +124,6 @@ class WrappedModules:
             self._loaded = {name: values for name, values in loaded.items() if values is not None}
 
     def _list_hooks(self) -> list[_Hook]:
-        """Return the communication hooks that have a state."""
         hooks: list[_Hook] = []
         for index, module in enumerate(self._replicated):
             for hook, state in getattr(module, "_comm_hooks", ()):
@@ -167,7 +166,6 @@ class _Hook:
         self.doubt = doubt and f"{self._title} {doubt}: {rest}"
 
     def read(self) -> dict[str, Any]:
-        """Return a copy of what changes in the state."""
         if not self._is_of_torch:
             serializer = DictionarySerializer()
             serializer.visit("state", self._state)
@@ -318,7 +316,6 @@ def list_buffers(models: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def list_ddp_modules(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Return the modules of models that are wrapped in DDP."""
     return [module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
@@ -333,7 +330,6 @@ class ExchangeWatch:
                 optimizer.register_step_post_hook(partial(self._note_step, name))
 
     def begin(self) -> None:
-        """Begin an update."""
         self.has_exchanged = False  # gradients, in this update
         self.is_stepping = False  # on gradients that were exchanged
         self._stepped_outside: list[tuple[str, bool]] = []  # the name, and whether it was given a closure

@@ -76,7 +76,6 @@ class Scheme:
     idle: Update = field(init=False)  # in place of `update` between updates, so that the graph of a loss is freed
 
     def follow_settings(self) -> None:
-        """Compute updates by what the updater's settings are now."""
         self.accumulates = self.updater.accumulate > 1
         self.spans_batches = self.has_own_core or self.accumulates
         self.stashes = self.has_own_core and self.accumulates
@@ -365,7 +364,6 @@ class ClosureStep:
         self._is_first = True
 
     def add(self, closure: Any) -> None:
-        """Add the closure of the current micro-batch."""
         update = self._update
         if not callable(closure):
             raise TypeError(f"a closure is a function without arguments that returns the loss, got {type(closure).__name__}")
@@ -471,7 +469,6 @@ class Precision:
         self.scaler = LossScaler(self._device_type, comm or Communicator()) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager of the forward."""
         return NO_AUTOCAST if self.dtype is None else torch.autocast(self._device_type, dtype=self.dtype)
 
 
@@ -590,7 +587,6 @@ def run_backward(loss: Tensor, retain_graph: bool = False, create_graph: bool = 
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Set the gradients of an optimizer's parameters to ``None``."""
     # hot path: "no extension" of benchmarks/overhead.py. zero_grad() takes 5.6 us, mostly for a record of the profiler.
     if type(optimizer).zero_grad is not Optimizer.zero_grad:
         optimizer.zero_grad()

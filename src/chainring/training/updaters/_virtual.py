@@ -86,7 +86,6 @@ class Part:
     shown: dict[str, Any] = field(default_factory=dict)  # the images, texts and histograms, where ranks may be lost
 
     def list_batches(self) -> list[Any]:
-        """Return the batches that were fetched so far, for all parts."""
         return [item.batch for fetched in self.whole._fetched.values() for item in fetched if item.error is None]
 
     def find_obstacle(self) -> str | None:

@@ -71,7 +71,6 @@ class RunningStatistics:
 
     @torch.no_grad()
     def begin(self, deal: Deal, rank: int) -> None:
-        """Begin an update, with the buffers that there are now."""
         named = [(module._buffers, name) for module in self._owners for name in module._buffers]
         slot_of = {id(buffers[name]): (buffers, name) for buffers, name in named if buffers[name] is not None}
         self._slots: list[tuple[Any, str]] = list(slot_of.values())
@@ -124,7 +123,6 @@ class RunningStatistics:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Set all buffers to what they were at the beginning of the update."""
         for (buffers, name), buffer, initial in zip(self._slots, self._buffers, self._initial, strict=True):
             buffers[name] = buffer
             buffer.data.copy_(initial)  # uncounted, since the graph of another virtual rank may have saved it

@@ -210,7 +210,6 @@ def _check_structure(main: nn.Module, replica: nn.Module, name: str) -> None:
 
 
 def _structure(model: nn.Module) -> dict[str, Any]:
-    """Return every module, and every parameter with its shape and dtype."""
     structure: dict[str, Any] = {f"module {path!r}": "module" for path, _ in unwrap(model).named_modules()}
     return structure | {path: (value.shape, value.dtype) for path, value in unwrap(model).named_parameters()}
 
