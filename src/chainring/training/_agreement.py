@@ -53,11 +53,7 @@ _MAY_DIFFER = {"progress_bar", "dataset", "loader", "iterator", "n_processes", "
 
 
 def check_agreement(trainer: Trainer) -> None:
-    """Refuse ranks whose settings differ, which would compute other results than one process does, or wait forever.
-
-    Raises:
-        ValueError: a setting differs; the same error on every rank names the first.
-    """
+    """Refuse ranks whose settings differ, which would compute other results than one process does, or wait forever."""
     world, settings = trainer.comm.world, _shared_settings(trainer)
     digest = {owner: hashlib.sha256(repr(sorted(group.items())).encode()).hexdigest() for owner, group in settings.items()}
     digests = world.gather_object(digest)  # the settings themselves only where these differ
@@ -242,11 +238,7 @@ def _name_of_function(function: Any) -> str:
 
 
 def check_out(store: Snapshots, comm: Communicator) -> None:
-    """Refuse an ``out`` that is not the same place for all ranks, which a resumed run could not read.
-
-    Raises:
-        ValueError: a rank does not see what rank 0 has written there.
-    """
+    """Refuse an ``out`` that is not the same place for all ranks, which a resumed run could not read."""
     comm = comm.world
     with store.files.probe() if comm.is_main else nullcontext("") as probe:
         probe = comm.broadcast_object(probe)
@@ -263,9 +255,6 @@ def check_generators(trainer: Trainer) -> None:
     """Let ranks that compute a model together begin with the same random numbers, which PyTorch's seed must have given them.
 
     Those of Python and NumPy, which nobody may have seeded, and of accelerators become those of the first of them.
-
-    Raises:
-        ValueError: PyTorch's generators differ; the same error on every rank.
     """
     comm, updater = trainer.comm, trainer.updater
     states = comm.world.gather_object((comm.rank, torch.initial_seed(), _random.get_rng_state(updater)))

@@ -117,12 +117,7 @@ def parse_requests(content: bytes, record: Mapping[str, Any]) -> tuple[list[dict
 
 
 def read_owned(path: Path) -> bytes:
-    """Return the content of a file of commands that nobody but the user of this process can have written.
-
-    Raises:
-        OSError: it is missing, or not a regular file.
-        ValueError: others may have written it, or it is too large.
-    """
+    """Return the content of a file of commands that nobody but the user of this process can have written."""
     with open(open_regular(path), "rb") as file:
         status = os.fstat(file.fileno())
         if hasattr(os, "geteuid") and status.st_uid != os.geteuid():

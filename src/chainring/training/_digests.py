@@ -52,10 +52,6 @@ class StateDigests:
 
     All ranks make one together, where parameters are sharded; the digests are complete on the main rank, and on each where
     any may be lost.
-
-    Attributes:
-        names: the paths of the tensors in a snapshot.
-        sums: integers on the devices, to be read by `read_together`, from which `finish` makes the digests.
     """
 
     def __init__(self, updater: Updater, comm: Communicator) -> None:
@@ -70,13 +66,14 @@ class StateDigests:
         tensors = {path: value.detach() for path, value in tensors.items() if not (is_lazy(value) or value.is_meta)}
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
         shards = assign_writers(sharded, comm.world) if sharded else {}
-        self.names = list(tensors)
+        self.names = list(tensors)  # their paths in a snapshot
         self._salts = [salt(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         by_device: dict[torch.device, dict[int, Tensor]] = {}
         for index, (name, tensor) in enumerate(tensors.items() if comm.is_main or comm.survives else ()):
             if name not in sharded:
                 by_device.setdefault(tensor.device, {})[index] = sum_whole(tensor)
         self._indices = [list(totals) for totals in by_device.values()]
+        # Integers on the devices, to be read by `read_together`, from which `finish` makes the digests.
         self.sums = [torch.stack(list(totals.values())) for totals in by_device.values()]
         if sharded:
             self._indices.append([index for index, name in enumerate(tensors) if name in sharded])

@@ -82,42 +82,21 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The content of a ledger, in arrays of one element, or row, for each recorded iteration.
-
-    Attributes:
-        path: the file.
-        iterations: the iterations, in ascending order; consecutive, unless the recorder was missing in a part of the run.
-        batches: the digests of the batches' indices, 0 where they are not known.
-        generators: the digests of the random generators after the last iteration of each block, 0 after the others.
-        names: the names of the losses, the columns of the next two.
-        bits: the bits of the losses.
-        types: their types as indices into `LOSS_TYPES`, 0 where one was not reported. Two losses are the same if bits and
-            type are.
-        digests: by iteration the digest of every tensor by its path in a snapshot: ``updater/model:main/l1/weight``,
-            ``updater/optimizer:main/state/main/l1/weight/exp_avg``.
-        note: the reason why the last block was left out, if it was: it is incomplete, which happens in a killed run.
-    """
+    """The content of a ledger, in arrays of one element, or row, for each recorded iteration."""
 
     path: Path
-    iterations: NDArray[np.int64]
-    batches: NDArray[np.uint64]
-    generators: NDArray[np.uint64]
-    names: tuple[str, ...]
+    iterations: NDArray[np.int64]  # ascending; consecutive, unless the recorder was missing in a part of the run
+    batches: NDArray[np.uint64]  # the digests of the batches' indices, 0 where they are not known
+    generators: NDArray[np.uint64]  # the digests after the last iteration of each block, 0 after the others
+    names: tuple[str, ...]  # of the losses, the columns of the next two
     bits: NDArray[np.uint64]
-    types: NDArray[np.uint8]
-    digests: Mapping[int, Mapping[str, int]]
-    note: str | None = None
+    types: NDArray[np.uint8]  # indices into `LOSS_TYPES`. Two losses are the same if bits and type are
+    digests: Mapping[int, Mapping[str, int]]  # by iteration, of every tensor by its path in a snapshot
+    note: str | None = None  # why the last block was left out, if it was: it is incomplete, as in a killed run
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Ledger:
-        """Read a ledger, also while another process is writing it.
-
-        The last block is left out where it is incomplete or not as it was written, and `note` says so.
-
-        Raises:
-            LedgerError: another part is damaged, or the file is not a ledger, or has a newer version.
-            OSError: it cannot be read.
-        """
+        """Read a ledger, also while another process is writing it: the last block is left out where it is incomplete."""
         path = Path(os.path.realpath(path))
         with open(open_regular(path), "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > _LARGEST_FILE:

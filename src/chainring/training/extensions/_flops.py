@@ -62,12 +62,7 @@ _MULTIPLIES = re.compile(
 
 
 class UpdateFlops(Observer):
-    """Counts the operations of the first update after a start; of compiled code those of a copy, without data.
-
-    Attributes:
-        count: those of this rank, a multiplication and an addition being two; 0 where they are not known.
-        seconds: what they take at least, by the peak of the devices of this rank; 0 where that is not known.
-    """
+    """Counts the operations of the first update after a start; of compiled code those of a copy, without data."""
 
     def __init__(self, peak: float | None) -> None:
         self._peak = peak
@@ -75,7 +70,8 @@ class UpdateFlops(Observer):
     def begin(self, trainer: Trainer) -> None:
         """Count again in the next update."""
         updater: Any = trainer.updater
-        self.count, self.seconds = 0, 0.0
+        self.count = 0  # of the operations of this rank; 0 where they are not known
+        self.seconds = 0.0  # that they take at least, by the peak of its devices; 0 where that is not known
         self._counter: FlopCounter | None = None
         self._is_due, self._thread = True, threading.get_ident()
         self._is_compiled = getattr(updater, "compile", False) or any(map(_is_compiled, updater.get_all_models().values()))
@@ -167,18 +163,14 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Every operation runs as it would without it. What gradient checkpointing computes again is not counted, nor what
     kernels of attention do for their backward, so that the number is that of the model: an attention has the operations of
     its two products in the forward, and twice as many in the backward, whichever kernel computes it.
-
-    Attributes:
-        flops: by precision, a multiplication and an addition being two.
-        unknown: the operations that multiply matrices and have no formula.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops: Counter[str] = Counter()
-        self.unknown: set[str] = set()
+        self.flops: Counter[str] = Counter()  # by precision, a multiplication and an addition being two
+        self.unknown: set[str] = set()  # operations that multiply matrices and have no formula
         self.is_of_copy = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

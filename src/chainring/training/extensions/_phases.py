@@ -49,12 +49,7 @@ def report_as(extension: Extension, trainer: Trainer, values: Mapping[str, Any])
 
 
 class PhaseWatch(Extension, Observer):
-    """Counts the seconds of each phase of the iterations on this rank, on the host.
-
-    Attributes:
-        seconds: the time of each phase.
-        iterations: the number of updates in it.
-    """
+    """Counts the seconds of each phase of the iterations on this rank, on the host."""
 
     def __init__(self) -> None:
         self.seconds, self.iterations = dict.fromkeys(PHASES, 0.0), 0

@@ -447,20 +447,7 @@ def _check_target(target: object) -> None:
 
 
 class Series:
-    """The snapshots of one name and target, which one or several extensions take, and what is kept of them.
-
-    Attributes:
-        label: the name of the series in manifests; of a function, that of the first extension.
-        is_fixed: whether all snapshots have the same name, a link to the newest.
-        has_links: whether the names of its snapshots lack the iteration, so that each is a link to the newest of that name.
-        templates: the names of all that it writes, with fields; none for a function, whose snapshots the manifests tell.
-        retention: which to keep, by the names of the extensions.
-        keeps_all: whether that is every one, and nothing leads to the newest.
-        values: by key, the means with which those of an iteration are ranked.
-        asked: while those of an iteration are taken, the extensions for which another has asked, and taken one, before.
-        comm: connects the ranks while they write.
-        damaged: those that proved to be so when they were loaded.
-    """
+    """The snapshots of one name and target, which one or several extensions take, and what is kept of them."""
 
     def __init__(self, filename: Filename) -> None:
         fields: list[str] = []
@@ -477,18 +464,20 @@ class Series:
             if not is_name or not set(heads) <= {"", "0"} or (len(heads) > 1 and "" in heads):
                 raise ValueError(f"{_RULE}; got {filename!r}")
         self.filename = filename
+        # The name of the series in manifests; of a function, whose snapshots these tell, that of the first extension.
         self.label: str | None = None if callable(filename) else filename
-        self.is_fixed = not fields and not callable(filename)
+        self.is_fixed = not fields and not callable(filename)  # all have the same name, a link to the newest
+        # The names of its snapshots lack the iteration, so that each is a link to the newest of that name.
         self.has_links = not any(field.endswith(".iteration") for field in fields)
         names = [] if callable(filename) else [filename, f"{filename}_iter_{{.iteration}}"]
         self.templates: Sequence[str] = names if self.has_links else names[:1]
-        self.retention: dict[str, Retention] = {}
-        self.keeps_all = False
-        self.values: dict[str, float] = {}
-        self.asked: set[str] = set()
+        self.retention: dict[str, Retention] = {}  # by the names of the extensions
+        self.keeps_all = False  # and nothing leads to the newest
+        self.values: dict[str, float] = {}  # by key, the means with which those of an iteration are ranked
+        self.asked: set[str] = set()  # extensions for which another has asked, and taken one, in this iteration
         self.begun: tuple[str, int] | None = None  # the name and the iteration of the newest that the run takes
-        self.comm: Communicator | None = None
-        self.damaged: set[str] = set()
+        self.comm: Communicator | None = None  # of the ranks while they write
+        self.damaged: set[str] = set()  # as was found when they were loaded
         self._warning = OneTimeWarning()
         # By name, since the run began: a commit that read every manifest would cost the more, the more are kept.
         self.known: dict[str, Manifest] | None = None

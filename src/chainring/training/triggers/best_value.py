@@ -41,11 +41,7 @@ def mode_of_key(key: str) -> Literal["max", "min"] | None:
 
 
 def require_mode(key: str, mode: str, call: str) -> Literal["max", "min"]:
-    """Return whether greater or less is better, as ``mode`` says or, with ``"auto"``, the key.
-
-    Raises:
-        ValueError: the mode is another, or does not follow from the key; ``call`` is what is to be written with one.
-    """
+    """Return whether greater or less is better, as ``mode`` says or, with ``"auto"``, the key; ``call`` is for the error."""
     if mode not in ("auto", "max", "min"):
         raise ValueError(f'mode is "auto", "max" or "min", got {mode!r}')
     found = mode_of_key(key) if mode == "auto" and isinstance(key, str) else mode

@@ -139,11 +139,7 @@ def prepare_iterators(
 
 
 def move(models: Iterable[nn.Module], device: torch.device | None, optimizers: Iterable[Optimizer]) -> None:
-    """Move models with what optimizers have made for their parameters, which stay the objects that the optimizers hold.
-
-    Raises:
-        ValueError: a model has new parameters there, and the optimizers the old ones.
-    """
+    """Move models with what optimizers have made for their parameters, which stay the objects that the optimizers hold."""
     if device is None:
         return
     origins = {id(parameter): parameter.device for model in models for parameter in model.parameters()}

@@ -92,11 +92,7 @@ class Audit:
     # --- what an update asks ---
 
     def run(self, update: Update, generators: tuple[_random.Restore, ...], compute: Callable[[], Any]) -> Any:
-        """Compute an update, and again, with these generators, if it differs from what an audit has computed.
-
-        Raises:
-            CorruptionError: it cannot be decided what is right, or the policy is to stop.
-        """
+        """Compute an update, and again, with these generators, if it differs from what an audit has computed."""
         ranks, undo = self._ranks, list[Callable[[], Any]]()
         marks = [(source, source.mark()) for source in ranks.scheme.iterators.values() if hasattr(source, "mark")]
         put_back = remember(self._metrics)
@@ -165,11 +161,7 @@ class Audit:
         return numbers
 
     def compare(self, pieces: Tensor) -> None:
-        """Compare the digests of all ranks, before a step. An accelerator is read here.
-
-        Raises:
-            CorruptionError: of one process, whose parameters have changed in memory.
-        """
+        """Compare the digests of all ranks, before a step. An accelerator is read here."""
         pairs = pieces.view(len(self._auditors), 2, _PIECES)
         differ = (pairs[:, 0] != pairs[:, 1]).any(1).tolist()
         if any(differ):
@@ -209,11 +201,7 @@ class Audit:
         )
 
     def decide(self) -> None:
-        """Decide what is right, after all ranks have computed again what is in dispute, and before the rest is computed.
-
-        Raises:
-            CorruptionError: no two agree, or the policy is to stop.
-        """
+        """Decide what is right, after all ranks have computed again what is in dispute, and before the rest is computed."""
         first, self._first = self._first, {}
         if not first:
             return
@@ -245,11 +233,7 @@ class Audit:
         self._kept[number] = kept
 
     def compare_states(self) -> None:
-        """Compare what all ranks have alike: parameters, buffers and moments. Those of a minority become those of the rest.
-
-        Raises:
-            CorruptionError: no majority of three ranks or more agrees, or the policy is to stop.
-        """
+        """Compare parameters, buffers and moments, which all ranks have alike. Those of a minority become those of the rest."""
         comm, named = self._ranks.comm, _list_state(self._ranks.scheme)
         mine = replace(self._me, sums=_read(self._sum(list(named.values()))))
         of_ranks: list[_Computation] = comm.gather_object(mine)
@@ -323,11 +307,7 @@ def make_audit(
     iterators: Mapping[str, Any],
     wrapped: WrappedModules,
 ) -> Audit | None:
-    """Return the audit of an updater; ``None`` without one.
-
-    Raises:
-        TypeError, ValueError: the settings are wrong, or the model or an iterator does not allow a second computation.
-    """
+    """Return the audit of an updater; ``None`` without one."""
     if policy not in ("correct", "stop"):
         raise ValueError(f'audit_policy is "correct" or "stop", got {policy!r}')
     if not is_integer(count):

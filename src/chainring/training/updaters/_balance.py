@@ -66,15 +66,11 @@ class Span:
 
 
 class Balance:
-    """Finds the deal in which the slowest rank is as fast as can be, if that is wanted and there are several ranks.
-
-    Attributes:
-        span: of the update, if it is measured, as it is on all ranks then.
-    """
+    """Finds the deal in which the slowest rank is as fast as can be, if that is wanted and there are several ranks."""
 
     def __init__(self, comm: Communicator, device: torch.device, is_wanted: bool) -> None:
         self._comm, self._device, self._is_wanted = comm, device, is_wanted and comm.size > 1
-        self.span: Span | None = None
+        self.span: Span | None = None  # of the update, if it is measured, as it is on all ranks then
         self._ended: Span | None = None  # of the last update, if it was measured and has come to its end
         self._last: Span | None = None  # of the update that was measured before
         self._updates = 0

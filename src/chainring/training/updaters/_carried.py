@@ -76,11 +76,7 @@ class Carried(dict[str, dict[str, Any]]):
         return carried
 
     def save(self, serializer: Serializer, trainer: Trainer, *, is_whole: bool = False) -> None:
-        """Save what nothing else has saved with it, of modules what has changed or the whole.
-
-        Raises:
-            ValueError: a module has changed in a way that could not be loaded.
-        """
+        """Save what nothing else has saved with it, of modules what has changed or the whole."""
         updater = trainer.updater
         objects = [trainer, updater, *updater.get_all_iterators().values(), *updater.get_all_optimizers().values()]
         parts = [part for entry in trainer.entries for part in (entry.extension, entry.trigger)]

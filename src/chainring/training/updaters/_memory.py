@@ -71,11 +71,7 @@ class Memory:
         self._has_freed = False
 
     def compute(self, part: Part) -> None:
-        """Compute a virtual rank, at most three times.
-
-        Raises:
-            Exception: memory has run out again, or in what cannot be repeated with the same bits.
-        """
+        """Compute a virtual rank, at most three times."""
         epochs, error, outer = (part.epoch, part.epoch_detail), None, taken_back.get()
         put_back_metrics = remember(self._metrics)
         needs_host = self._least < _NEVER and _numbers_in(part.list_batches(), _NEVER) >= self._least

@@ -238,8 +238,7 @@ class VirtualUpdate:
     def run(self) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
         """Compute the parts of this rank, and combine the results of all ranks.
 
-        Returns:
-            The weight of the update, and what was reported of earlier batches than the last, with its weights.
+        Return the weight of the update, and what was reported of earlier batches than the last, with its weights.
         """
         running, may_continue = list(self._parts), self._ranks.may_continue
         measured = self._ranks.balance.choose(self._counted_parts)

@@ -58,9 +58,6 @@ class RunningStatistics:
     a floating-point buffer is the mean of the results weighted by rows, and an integer buffer is that of virtual rank 0.
     They are set by way of ``.data``, which does not count as a change: a graph that has saved one would refuse it, though in
     the backward of a virtual rank its buffers are again what they were when it was left.
-
-    Attributes:
-        changed: the numbers of the buffers that a virtual rank of this rank has changed.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], count: int) -> None:
@@ -79,7 +76,7 @@ class RunningStatistics:
         self._initial = [buffer.clone() for buffer in self._buffers]
         self._sum = TreeSum(deal, rank)
         self._sums: list[Tensor | None] | None = None
-        self.changed: set[int] = set()
+        self.changed: set[int] = set()  # the numbers of the buffers that a virtual rank of this rank has changed
 
     @torch.no_grad()
     def put(self, values: dict[int, tuple[Tensor, Tensor]]) -> None:
