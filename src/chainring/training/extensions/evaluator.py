@@ -130,7 +130,7 @@ class Evaluator(Extension):
         self.progress_bar, self.limit = progress_bar, plain(limit)
         self.virtual_ranks = None if virtual_ranks is None else require_virtual_ranks(virtual_ranks)
         self._comm: Communicator = Communicator()
-        self._given = _Given()
+        self._media: dict[str, Media] = {}  # of the last evaluation
 
     @property
     def device(self) -> torch.device | None:
@@ -159,7 +159,7 @@ class Evaluator(Extension):
         return (*names, describe(self.eval_func), *map(_describe_data, self._iterators.values()))
 
     def initialize(self, trainer: Trainer) -> None:
-        self._comm, self._updater, self._given = trainer.comm, trainer.updater, _Given()
+        self._comm, self._updater = trainer.comm, trainer.updater
         *_, virtual_ranks = self._find_settings()
         if virtual_ranks is not None and self._initial_seed is None:
             self._initial_seed = trainer.comm.broadcast_object(torch.initial_seed())
@@ -199,9 +199,9 @@ class Evaluator(Extension):
             trainer.reporter.said.add(prefix)
         means = {prefix + key: value for key, value in means.items()}
         report(means)
-        for key, media in self._given.media.items():
+        for key, media in self._media.items():
             report_media(prefix + key, media)
-        self._given.media = {}
+        self._media = {}
         return means
 
     def evaluate(self) -> dict[str, float]:
@@ -215,7 +215,7 @@ class Evaluator(Extension):
         iterator = self._iterators["main"]
         self._share(self._comm)
         getattr(iterator, "rewind", iterator.reset)()
-        models, reporter, self._given.media = list(self._targets.values()), Reporter(), {}
+        models, reporter, self._media = list(self._targets.values()), Reporter(), {}
         for name, model in self._targets.items():
             for path, module in named_submodules(name, model):
                 reporter.add_observer(path, module)
@@ -228,7 +228,7 @@ class Evaluator(Extension):
 
         def forward(batch: Any, shows: bool = True) -> tuple[dict[str, Any], Any]:
             observation: dict[str, Any] = {}
-            reporter.media_watchers = (self._given.media.__setitem__,) if shows else ()
+            reporter.media_watchers = (self._media.__setitem__,) if shows else ()
             with reporter.scope(observation), precision.autocast():
                 loss_weight, examples = self._evaluate_batch(batch, loss_func), count_examples(batch)
             have_weights.append(loss_weight is not None)
@@ -250,7 +250,7 @@ class Evaluator(Extension):
                     self._add_virtual_forwards(summary, batches, forward, virtual_ranks)
                 summary = summary.over_ranks(self._comm)
                 if self._comm.survives:  # the rank that has seen the images may be lost before they are in a log
-                    self._given.media = self._comm.broadcast_object(self._given.media)
+                    self._media = self._comm.broadcast_object(self._media)
                 means = summary.compute_mean()
         except RanksLost:
             for metric in counting.values():  # all is evaluated again
@@ -268,7 +268,7 @@ class Evaluator(Extension):
                 "and not fewer than a batch with drop_last"
             )
             return _WithoutBatch()
-        return self._given.note(getattr(self._updater, "iteration", 0), means)
+        return means
 
     def _tell(self, text: str) -> None:
         """Say that there was nothing to evaluate; a run goes on without."""
@@ -360,42 +360,12 @@ class Evaluator(Extension):
         for iterator in self._iterators.values():
             if hasattr(iterator, "finalize"):
                 iterator.finalize()
-        if self._updater is not None and self.eval_func is None and self._comm.is_main:
-            self._given.warn_of_copy(self._targets.values(), self._updater.get_all_models().values())
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         for name, iterator in self._iterators.items():
             serializer.visit(f"iterator:{name}", iterator)
         if self.virtual_ranks is not None:
             self._initial_seed = visit_optional(serializer, "seed", self._initial_seed)
-
-
-class _Given:
-    """What evaluations have given: the media of the last one, and whether all of a run gave the same, to the last bit."""
-
-    def __init__(self) -> None:
-        self.media: dict[str, Media] = {}
-        self._means: dict[str, float] | None = None  # of the first
-        self._iterations: list[int] = []  # of the first and of the last, as long as they give the same
-
-    def note(self, iteration: int, means: dict[str, float]) -> dict[str, float]:
-        """Compare the means of an evaluation with those of the first, and return them."""
-        if self._means is None:
-            self._means, self._iterations = means, [iteration, iteration]
-        elif self._iterations:
-            self._iterations = [self._iterations[0], iteration] if means == self._means else []
-        return means
-
-    def warn_of_copy(self, evaluated: Iterable[nn.Module], trained: Iterable[nn.Module]) -> None:
-        """Warn if they have, and of no model that is trained; an average, which is not trained either, changes."""
-        ids = [{id(each) for model in models for each in model.parameters()} for models in (evaluated, trained)]
-        if len({*self._iterations}) == 2 and all(ids) and ids[0].isdisjoint(ids[1]):
-            first, last = self._iterations
-            warn(
-                f"all evaluations, after iterations {first} to {last}, gave the same to the last bit: the model that is "
-                "evaluated shares no parameter with those that are trained, as a copy of one; give the Evaluator the model "
-                "of the updater"
-            )
 
 
 def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) -> Any:

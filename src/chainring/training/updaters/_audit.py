@@ -233,7 +233,7 @@ class Audit:
         self._kept[number] = kept
 
     def compare_states(self) -> None:
-        """Compare parameters, buffers and moments, which all ranks have alike. Those of a minority become those of the rest."""
+        """Compare parameters, buffers and moments of all ranks. Those of a minority become those of the rest."""
         comm, named = self._ranks.comm, _list_state(self._ranks.scheme)
         mine = replace(self._me, sums=_read(self._sum(list(named.values()))))
         of_ranks: list[_Computation] = comm.gather_object(mine)
