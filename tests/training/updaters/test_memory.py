@@ -187,6 +187,27 @@ def test_what_an_update_core_changes_besides_tensors_is_refused_where_memory_run
     assert said in "".join(caught.value.__notes__)
 
 
+def test_an_iterator_of_the_updater_is_refused_where_memory_runs_out():
+    """It has gone on, and nobody knows from where."""
+    plan, model = Plan("first", 2), torch.nn.Linear(2, 1)
+
+    class Drawing(training.StandardUpdater):
+        def update_core(self):
+            (x,) = self.next_batch()
+            factor = next(self.noise)
+            plan.passes("first")
+            self.backward(factor * model(x).square().mean())
+            self.step()
+
+    updater = Drawing([(torch.ones(4, 2),)] * 3, torch.optim.SGD(model.parameters(), lr=0.1), model, virtual_ranks=1)
+    updater.noise = itertools.count(1.0)
+    updater.start()
+    updater.update()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        updater.update()
+    assert "updater.noise" in "".join(caught.value.__notes__)
+
+
 def scale_by_assignment(model, x):
     model.layer.weight.data = model.layer.weight.data * 2
     return model(x).square().mean()

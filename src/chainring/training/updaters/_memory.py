@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -162,6 +162,8 @@ def _shown(value: Any) -> Any:
         return sums_of([to_local(value.detach())]) if has_sum else (id(value), value._version)
     if isinstance(value, np.ndarray):
         return value.tobytes()
+    if isinstance(value, Iterator):  # which nobody knows the place of
+        return object()
     if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         return [_shown(item) for item in (value.items() if isinstance(value, dict) else value)]
     return value if isinstance(value, (bool, int, float, complex, str, bytes, np.generic)) else None
