@@ -184,8 +184,7 @@ def make_extension(
         invoke_before_training: True to call it also once just before the loop.
         finalizer: called when a run ends.
         initializer: called with the trainer before the loop.
-        on_error: called with the trainer and the exception when the run fails; with the traceback too if it takes three
-            arguments.
+        on_error: called with the trainer and the exception when the run fails, and with the traceback if it takes three.
 
     Raises:
         TypeError: the trigger, the priority or a function has the wrong type; ``on_error`` has another signature.

@@ -38,11 +38,6 @@ def accelerator_of(trainer: Trainer) -> torch.device | None:
     return next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
 
 
-def seconds_between(began: Any, ended: Any) -> float:
-    """Return the seconds between two results of `time_on`, of which events must have passed."""
-    return float(ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000)
-
-
 def report_as(extension: Extension, trainer: Trainer, values: Mapping[str, Any]) -> None:
     name = trainer.extension_name or extension.default_name
     report({f"{name}/{key}": float(value) for key, value in values.items()})

@@ -27,11 +27,11 @@ from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training._entry import Observer
 from chainring.training._run_directory import read_record
 from chainring.training.extension import PRIORITY_WRITER, Extension
-from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of, report_as, seconds_between
+from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of, report_as
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.triggers.base import never
-from chainring.training.updaters._balance import time_on
+from chainring.training.updaters._balance import seconds_between, time_on
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, undo_if_computed_again
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from chainring._distributed.sharding import is_sharded
 from chainring._files import replace_file
 from chainring._messages import info, warn
 from chainring.training.extension import PRIORITY_WRITER
-from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of, report_as, seconds_between
+from chainring.training.extensions._phases import PHASES, PhaseWatch, accelerator_of, report_as
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TriggerLike, get_trigger
-from chainring.training.updaters._balance import time_on
+from chainring.training.updaters._balance import seconds_between, time_on
 from chainring.training.updaters.callbacks import UpdateContext
 
 DATA = "rank_times.json"

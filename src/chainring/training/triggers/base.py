@@ -451,9 +451,6 @@ def get_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
         trigger: a callable of the trainer, which is returned as it is; ``None`` never fires; ``(period, "iteration")``
             and ``(period, "epoch")`` are an `IntervalTrigger`; ``(seconds, "second")`` is a `TimeTrigger`.
 
-    Returns:
-        A callable of the trainer that returns True when the trigger fires.
-
     Raises:
         TypeError: ``trigger`` is anything else.
         ValueError: the period is not above 0, or the unit is unknown.

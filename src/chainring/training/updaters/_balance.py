@@ -34,6 +34,11 @@ def time_on(device: torch.device | None) -> Any:
     return event
 
 
+def seconds_between(began: Any, ended: Any) -> float:
+    """Return the seconds between two results of `time_on`, of which events must have passed."""
+    return float(ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000)
+
+
 class Span:
     """The times, on the host or on an accelerator, between which this rank has computed so many virtual ranks."""
 
@@ -58,11 +63,9 @@ class Span:
 
     def seconds(self) -> float | None:
         """Return the time for one virtual rank; ``None`` if the device is not there yet, for which nobody waits."""
-        if self._device.type == "cpu":
-            return float(sum(end - began for began, end in self._times)) / self._count
-        if not all(end.query() for _, end in self._times):
+        if self._device.type != "cpu" and not all(end.query() for _, end in self._times):
             return None
-        return float(sum(began.elapsed_time(end) for began, end in self._times)) / 1000 / self._count
+        return sum(seconds_between(*times) for times in self._times) / self._count
 
 
 class Balance:

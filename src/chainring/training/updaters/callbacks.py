@@ -31,8 +31,8 @@ class UpdateContext:
         micro_step: index of the micro-batch in a gradient accumulation, from 0.
         batch: the converted micro-batch, on the device. A callback of ``batch_on_finish`` may replace it. In a
             `ParallelUpdater`, a list with the share of each replica.
-        epoch: the epoch that the micro-batch belongs to, from 0: its number when it was fetched. ``updater.epoch`` counts
-            the epochs that are over, and is one more with the last batch of an epoch, also while that is computed.
+        epoch: the epoch that the micro-batch belongs to, from 0. ``updater.epoch`` counts the epochs that are over, and is
+            one more with the last batch of an epoch, also while that is computed.
         loss: the loss of the micro-batch, after the forward pass.
         examples: the number of examples in it, not counting one that was repeated to fill a rank's share. ``None`` if it
             is not known, because the arrays of the batch have different numbers of rows.
