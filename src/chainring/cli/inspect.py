@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,7 +15,6 @@ from chainring.serializers._safetensors import read_entries, verify_file
 from chainring.serializers._store import THINNED, CorruptError, NewerFormat, SavedSnapshot, Thinned, split
 
 _NOTES = ("error", "not bit-exact", "left out")
-_MIN_WIDTH = 60
 _INSPECT = """
 Show what a snapshot holds: the iteration, the versions that wrote it, and
 each tensor with its dtype, shape and bytes; and which devices of the run have
@@ -103,17 +100,11 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _table(tensors: Sequence[Mapping[str, Any]], size: int) -> Iterator[str]:
-    """Yield a line for each tensor, on a terminal no wider than that: the middle of a long name is left out."""
     rows = [
         (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}") for t in tensors
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    if sys.stdout.isatty():
-        widths[0] = min(widths[0], max(_MIN_WIDTH, shutil.get_terminal_size().columns) - sum(widths[1:]) - 8)
     for name, dtype, shape, count in rows:
-        if len(name) > widths[0]:  # its beginning names the owner, its end the tensor
-            start = (widths[0] - 3) // 2
-            name = f"{name[:start]}...{name[len(name) - (widths[0] - 3 - start) :]}"
         yield f"  {name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
     yield f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes"
 
