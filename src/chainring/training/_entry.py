@@ -247,11 +247,14 @@ class LoadedState:
         self._saved = {name: Identity(name, *rest) for name, rest in identities.items()}
         self.restore(trainer)
 
-    def restore(self, trainer: Trainer) -> None:
-        """Load the state of extensions with a certain match in the saved run, and of their triggers of the same class."""
+    def restore(self, trainer: Trainer) -> list[Identity]:
+        """Load the state of extensions with a certain match in the saved run, and of their triggers of the same class.
+
+        Return what those are recognized by that have no match.
+        """
         source = self._source
         if source is None:
-            return
+            return []
         names, here = dict(self._names), {entry.name: entry.identify(trainer) for entry in trainer.entries}
         for ours, theirs in _pairs(list(here.values()), list(self._saved.values()), names, self._has_state):
             if ours.name not in names and theirs.name not in names.values():
@@ -268,6 +271,7 @@ class LoadedState:
                     if saved.trigger != now.trigger:
                         announce_change(f"trigger of extension {entry.name!r}", saved.trigger, now.trigger)
         self._names = names
+        return [identity for name, identity in here.items() if name not in names]
 
     def _has_state(self, saved: Identity) -> bool:
         """Return whether the state of an extension of the saved run matters; an interval trigger does without its own."""
@@ -279,9 +283,8 @@ class LoadedState:
         """Restore all that can be, and warn of the extensions that differ; called when a run starts."""
         if self._source is None:
             return
-        self.restore(trainer)
+        here = self.restore(trainer)
         saved = [identity for name, identity in self._saved.items() if name not in self._names.values()]
-        here = [entry.identify(trainer) for entry in trainer.entries if entry.name not in self._names]
         doubtful = {identity.kind for identity in here} & {identity.kind for identity in saved if self._has_state(identity)}
         if doubtful:
             unmatched = [
