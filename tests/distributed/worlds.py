@@ -135,11 +135,13 @@ class Bench:
     """Starts worlds, and knows how runs end to which nothing happens."""
 
     def __init__(self):
-        here = str(Path(__file__).parent)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        folders = map(str, Path(__file__).parents[:2])
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
         os.environ["OMP_NUM_THREADS"] = "1"
-        self._context = multiprocessing.get_context("forkserver")  # one process imports torch, for all ranks
-        self._context.set_forkserver_preload(["worlds", "torch._dynamo", "sklearn.datasets"])
+        self._context = multiprocessing.get_context(
+            "forkserver"
+        )  # one process imports torch, and all of run.py, for all ranks
+        self._context.set_forkserver_preload(["run", "torch._dynamo", "sklearn.datasets"])
         self.root = Path(tempfile.mkdtemp(prefix="chainring-ranks-"))
         self._known = {}
 
