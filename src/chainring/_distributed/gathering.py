@@ -175,8 +175,8 @@ def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
     for rank, other in descriptions.items():
         for one, another in zip_longest([first.place, *first.tensors], [other.place, *other.tensors]):
             if one != another:
-                rule = "all ranks save the same model to the same path, in the same order"
-                return f"{rule}; where rank {writer} has {one}, rank {rank} has {another}"
+                found = f"where rank {writer} has {one}, rank {rank} has {another}"
+                return f"all ranks save the same model, in one order, and {found}: give all ranks the same path and model"
     for number, (name, _, shape) in enumerate(first.tensors):
         regions = list(dict.fromkeys(region for rank in descriptions.values() for region in rank.regions[number]))
         if not is_partition(shape, regions):
