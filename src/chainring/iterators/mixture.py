@@ -96,10 +96,10 @@ _shares_of = lru_cache(maxsize=8)(Shares)
 
 
 def _arrange(owners: Indices, count: int) -> Arrangement:
-    order = owners.astype(np.min_scalar_type(count)).argsort(kind="stable")  # of few bits by radix sort
-    slots = np.empty_like(order)
-    slots[order] = np.arange(len(order))
-    return owners, slots, np.bincount(owners, minlength=count).tolist()
+    narrow = owners.astype(np.min_scalar_type(count))  # which is compared in an eighth of the time
+    rows, slots = [np.flatnonzero(narrow == source) for source in range(count)], np.empty_like(owners)
+    slots[np.concatenate(rows)] = np.arange(len(owners))
+    return owners, slots, [*map(len, rows)]
 
 
 class Sources:
