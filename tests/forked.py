@@ -1,11 +1,13 @@
 """Python programs in processes of their own, forked from one that has imported what most of them import.
 
 For a test that is about what a process does, and not about how it starts. `Forked` and `run` take what ``python`` takes on
-its command line; the program is ``__main__``, its interpreter ends as any does, and it has nothing of the tests' process.
+its command line; the program is ``__main__``, its interpreter ends as any does, but for modules that it takes apart, and it
+has nothing of the tests' process.
 """
 
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import gc
 import importlib
@@ -152,7 +154,10 @@ def _server():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
     with theirs:
-        program = f"import runpy, sys; del sys.path[0]; runpy.run_path({__file__!r}, run_name='__main__')"
+        program = (
+            "import atexit, runpy, sys; del sys.path[0]; last = []; atexit.register(lambda: [end() for end in last]); "
+            f"runpy.run_path({__file__!r}, {{'LAST': last}}, '__main__')"
+        )
         command = [sys.executable, "-c", program, str(theirs.fileno())]
         process = START(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
     atexit.register(process.wait)
@@ -223,13 +228,29 @@ def _main():
         importlib.import_module(name)
     gc.freeze()  # no program goes through all of that when it ends
     asked, files = _serve(socket.socket(fileno=int(sys.argv[1])))
-    first, *rest = _become(asked, files)
+    main, code = types.ModuleType("__main__"), 1
+    try:
+        _run(main, _become(asked, files))
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except KeyboardInterrupt:
+        code = None  # by which the interpreter ends as one that SIGINT has ended
+        raise
+    finally:
+        if code is not None:
+            LAST.append(functools.partial(_end, main, code))  # noqa: F821 - the functions that this process calls last
+
+
+def _run(main, arguments):
+    """Runs a program by what follows ``python`` on a command line, in a module that is to be ``__main__``."""
+    first, *rest = arguments
     if first == "-m":
         sys.argv = rest
         sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
-    main = types.ModuleType("__main__")
     if first == "-c":
         sys.argv, folder, program, name = ["-c", *rest[1:]], "", rest[0], "<string>"
     else:
@@ -240,6 +261,20 @@ def _main():
     sys.path.insert(0, folder)
     sys.modules["__main__"] = main
     exec(compile(program, name, "exec"), vars(main))
+
+
+def _end(main, code):
+    """Ends the process after all else that its interpreter does at its end, but for taking modules apart.
+
+    What the program has made is deleted; what it has imported stays, which would take a third of a second.
+    """
+    sys.last_value = sys.last_traceback = None  # in which the frames of an error are
+    vars(main).clear()
+    gc.collect()
+    with contextlib.suppress(OSError):  # with which the interpreter ends as it does
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
