@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -116,7 +117,7 @@ def an_evaluator(target, every, batch=5, **settings):
     return evaluator
 
 
-def train(place, *parts, net=None, updates=6, keys=(), cls=StandardUpdater, data=DATA, batch=8, optimizer=None, **settings):
+def train(place, *parts, net=None, updates=4, keys=(), cls=StandardUpdater, data=DATA, batch=8, optimizer=None, **settings):
     """What a run has logged, and the parameters after it."""
     net = place.lay(a_net()) if net is None else net
     optimizer = torch.optim.AdamW(net.parameters(), 0.01) if optimizer is None else optimizer
@@ -217,7 +218,7 @@ def clipping_where_ranks_of_one_model_have_no_communicator(place):
 def an_average_of_the_parameters(place):
     net = place.lay(a_net())
     average = extensions.ExponentialMovingAverage(net, decay=0.8)
-    evaluator = an_evaluator(average.model, 5, loss_func=mse)
+    evaluator = an_evaluator(average.model, 3, loss_func=mse)
     return train(place, average, evaluator, keys=["validation/main/loss"], net=net) | parameters_of(
         average.model, "average "
     )
@@ -227,14 +228,14 @@ def an_average_of_the_parameters(place):
 def an_average_in_a_snapshot(place):
     found = {}
     with place.out() as out:
-        for updates in (3, 6):
+        for updates in (2, 4):
             net = place.lay(a_net())
             average = extensions.ExponentialMovingAverage(net, decay=0.8)
             iterator, optimizer = SerialIterator(DATA, 8, seed=1), torch.optim.AdamW(net.parameters(), 0.01)
             updater = StandardUpdater(iterator, optimizer, net, loss_func=mse, comm=place.comm)
             trainer = Trainer(updater, (updates, "iteration"), out=out)
             trainer.extend(average)
-            trainer.extend(extensions.snapshot(autoload=True), trigger=(3, "iteration"))
+            trainer.extend(extensions.snapshot(autoload=True), trigger=(2, "iteration"))
             trainer.run()
             place.comm.world.barrier()
         found |= parameters_of(average.model, "average ") | parameters_of(net)
@@ -324,7 +325,7 @@ def counts_of_examples(place):
     names = ["throughput/examples_per_second", "throughput/iterations_per_second", "throughput/peak_memory_mib"]
     peaks = place.comm.world.gather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     names.append("throughput/model_flops_per_second")
-    found = train(place, extensions.Throughput((3, "iteration"), flops=True), keys=names)
+    found = train(place, extensions.Throughput((2, "iteration"), flops=True), keys=names)
     assert found["throughput/peak_memory_mib"][-1] >= max(peaks) - 1e-3
     examples, iterations, _, flops = (found[name] for name in names)
     counts = {"examples": examples, "flops": flops}
@@ -362,15 +363,36 @@ def an_average_made_before_parallelize_module(place):
     return {"is refused": (place.layout is None) != ("make the average" in words)}
 
 
+class Sum(nn.Module):
+    """A metric that exchanges what it has counted, as one of torchmetrics, whose import takes three seconds of each rank."""
+
+    def __init__(self, process_group):
+        super().__init__()
+        self.process_group = process_group
+        self.reset()
+
+    def reset(self):
+        self.total = torch.zeros(())
+
+    def update(self, values):
+        self.total += values.sum()
+
+    def sync(self):
+        dist.all_reduce(self.total, group=self.process_group)
+
+    def compute(self):
+        if dist.is_initialized():
+            self.sync()
+        return self.total
+
+
 @functools.partial(feature, layouts={"tp x fsdp"})
 def a_metric_object(place):
     """One that exchanges what it has counted over all ranks would count rows more than once, and is refused."""
-    import torchmetrics  # which takes two seconds of each rank
-
     found, words = [], ""
     for group in (None, None if place.layout is None else place.mesh["dp"].get_group()):
         net = place.lay(a_net())
-        net[0].metric = torchmetrics.SumMetric(process_group=group)
+        net[0].metric = Sum(group)
 
         def loss_func(net, x, t):
             net[0].metric.update(x[:, 0])
@@ -407,8 +429,8 @@ def a_signal_to_one_rank(place):
 
 
 @feature_of_all_layouts
-def twenty_updates_with_accumulation(place):
-    return train(place, accumulate=3, batch=5, updates=20)
+def updates_with_accumulation(place):
+    return train(place, accumulate=3, batch=5, updates=8)
 
 
 @feature

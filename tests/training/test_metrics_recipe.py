@@ -213,6 +213,12 @@ def test_a_collection_gives_a_number_for_each_of_its_metrics(tmp_path):
         assert row[f"{prefix}/score/macro"] == pytest.approx(sum(by_class) / 10, rel=1e-5)
 
 
+def test_a_metric_of_torchmetrics_says_over_which_ranks_it_exchanges():
+    """By that, one that would count the rows of a mesh more than once is refused."""
+    metric = accuracy(process_group="the ranks")
+    assert (metric.process_group, metric.sync_on_compute, callable(metric.sync)) == ("the ranks", True, True)
+
+
 def test_loading_into_a_summary_forgets_the_metrics_of_before():
     """As it forgets the numbers."""
     summary, metric = DictSummary(), OWN["Largest"]()
