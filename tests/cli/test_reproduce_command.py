@@ -423,12 +423,11 @@ def test_the_index_of_pytorch_is_asked_only_for_its_builds_that_others_lack(plac
 
 
 @pytest.mark.parametrize("virtual", [False, True])
-def test_a_run_of_two_ranks_is_made_again_on_two_or_with_virtual_ranks_on_one(place, monkeypatch, capsys, virtual):
+def test_a_run_of_two_ranks_is_made_again_on_two_or_with_virtual_ranks_on_one(place, capsys, virtual):
     """With the same bits."""
-    monkeypatch.setattr(subprocess, "Popen", forked.START)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--parts", "2"] if virtual else []
-    subprocess.run([*launcher, "train.py", *options], check=True, capture_output=True)
+    program = ["train.py", *(["--parts", "2"] if virtual else [])]
+    ranks = forked.started(2, lambda rank: forked.run(program, env={**os.environ, **rank}))
+    assert [rank.result().returncode for rank in ranks] == [0, 0]
     status, shown = reproduced(capsys, "--here", "result")
     assert status == 0, shown
     assert f"the run had 2 ranks, and is made again on {1 if virtual else 2}" in shown
