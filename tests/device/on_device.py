@@ -3,7 +3,8 @@
 A test of tests/device, of tests/gpu, or one that asks for the fixture ``device`` says itself what is there. Most others were
 written for the CPU, and are run with updaters and evaluators whose device is that one unless they say which. Where such a
 test hands tensors of its own to a model, or compares them with what it has trained, it mixes devices and is skipped; where
-the library mixes them, it fails; so does one that asks for the fixture. What else depends on the CPU is listed below.
+the library mixes them, it fails; so does one that asks for the fixture. One that starts ranks on the CPU is skipped where
+it does. What else depends on the CPU is listed below.
 """
 
 import functools
@@ -83,6 +84,12 @@ LEFT_OUT = {
         "test_every_dtype_and_shape_comes_back_to_the_bit[(2, 3, 4, 5)-torch.float4_e2m1fn_x2]",
     ),
     "torch's optimizers do not take that on an accelerator": ("test_a_number_in_place_of_a_tensor_is_a_number",),
+    "its part of a run is on the host": (
+        "test_a_part_resumes_after_every_iteration[chainring.datasets.",
+        "test_a_part_resumes_after_every_iteration[chainring.iterators.",
+        "test_a_part_resumes_after_every_iteration[chainring.training.triggers.",
+    ),
+    "it makes a device of its own": ("test_iterations_run_on_a_device_that_has_no_numbers",),
     "it trains in a forked process": ("test_a_process_in_which_a_run_has_ended_ends",),
     "what it expects is that no accelerator is there": ("test_a_start_says_when_where_and_from_which_iteration",),
 }
@@ -145,6 +152,16 @@ def is_for_devices(path: Path) -> bool:
 
 
 def patch(patched: pytest.MonkeyPatch, name: str) -> None:
+    import rank_pair  # found when pytest has read where to look
+
+    started = rank_pair.in_environments
+
+    def in_environments(*given: Any, device: Any = "cpu", **named: Any) -> list[Any]:
+        if device == "cpu":
+            pytest.skip("its ranks are on the CPU")
+        return started(*given, device=device, **named)
+
+    patched.setattr(rank_pair, "in_environments", in_environments)
     for kind in (StandardUpdater, Evaluator):
 
         def init(self: Any, *given: Any, _init: Any = kind.__init__, device: Any = None, **named: Any) -> None:

@@ -1,9 +1,10 @@
-"""Trainings on a device, also of several ranks: ``torchrun --nproc-per-node 3 tests/device/ranks_program.py OUT CASES``."""
+"""Trainings on a device, also of three ranks, each of which is ``tests/device/ranks_program.py DEVICE OUT CASES``."""
 
 import json
 import sys
 from pathlib import Path
 
+import stand_in
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,6 +89,7 @@ def train_all(comm, out, cases):
 
 
 if __name__ == "__main__":
-    comm = create_communicator()
-    train_all(comm, sys.argv[1], json.loads(sys.argv[2]))
+    stand_in.native.set_device_count(3)
+    comm = create_communicator("cpu" if sys.argv[1] == "cpu" else None)
+    train_all(comm, sys.argv[2], json.loads(sys.argv[3]))
     comm.close()

@@ -7,13 +7,11 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import ranks_program
 import stand_in
-from ranks_program import SAVED, end_of, make_trainer, train_all
+from ranks_program import SAVED, end_of, make_trainer
 
 import forked
 import replay_program
@@ -21,7 +19,6 @@ from chainring import serializers
 from chainring.cli import main
 from chainring.parallel import Communicator
 from chainring.testing import replay
-from rank_pair import on_ranks
 
 pytestmark = pytest.mark.skipif(stand_in.NAME != "cuda", reason="it is said with the device of that name")
 RANKS = {
@@ -36,15 +33,14 @@ DRAWING = {f"{kind} that draws": {"kind": kind, "virtual_ranks": 4, "draws": Tru
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Trainings of three ranks: on three devices, started by torchrun, and on the CPU."""
+    """Trainings of three ranks, with what torchrun tells them: on three devices, and on the CPU."""
     root = tmp_path_factory.mktemp("ranks")
     paths = os.pathsep.join([os.environ["PYTHONPATH"], os.path.dirname(replay_program.__file__)])
-    environment = {**os.environ, "CHAINRING_STAND_INS": "3", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    given = [ranks_program.__file__, str(root / "cuda"), json.dumps(RANKS | DRAWING)]
-    done = subprocess.run([*launch, *given], env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert on_ranks(3, train_all, str(root / "cpu"), RANKS) == [None] * 3
+    environment = {**os.environ, "PYTHONPATH": paths}
+    for device, cases in {"cuda": RANKS | DRAWING, "cpu": RANKS}.items():
+        given = [ranks_program.__file__, device, str(root / device), json.dumps(cases)]
+        for rank in forked.started(3, lambda own, given=given: forked.run(given, env={**environment, **own})):
+            assert rank.result().returncode == 0, rank.result().stderr
     return root
 
 

@@ -12,7 +12,7 @@ DEVICE_TYPE = 1 if NAME == "cuda" else 20  # c10::DeviceType
 SYNC_MODES = {"default": 0, "warn": 1, "error": 2, 0: 0, 1: 1, 2: 2}
 MODEL = "a stand-in"
 
-default_generators = tuple(native.generator(index) for index in range(native.device_count()))
+default_generators = tuple(native.generator(index) for index in range(3))  # the third may be shown later
 
 
 def index_of(device: Any = None) -> int:

@@ -4,7 +4,6 @@ import ctypes
 import importlib
 import importlib.abc
 import importlib.util
-import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -64,6 +63,4 @@ def after_torch(name: str) -> None:
     stand_in.NAME = name
     stand_in.native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stand_in.native)
-    if "CHAINRING_STAND_INS" in os.environ:  # how many devices
-        stand_in.native.set_device_count(int(os.environ["CHAINRING_STAND_INS"]))
     importlib.import_module("stand_in.cuda" if name == "cuda" else "stand_in.twin")
