@@ -267,6 +267,45 @@ def test_what_is_no_document_is_refused_with_its_number(example, settings, error
 
 
 @pytest.mark.parametrize("split", [True, False])
+def test_weights_that_change_at_a_resume_lose_and_repeat_no_document_that_waits(split):
+    """Neither do those that change again at the next: each source's documents come in its order, with all their tokens."""
+    sources = {"a": documents(50, 40, seed=1), "b": documents(20, 40, seed=2)}
+    drawn, found, iterator = random.Random(0), [], None
+    for _ in range(12):
+        state = None if iterator is None else iterator.state_dict()
+        weights = {"a": drawn.randrange(1, 9), "b": drawn.randrange(1, 9)}
+        iterator = PackingIterator(MixtureIterator(sources, 5, weights=weights, seed=0), 48, 3, split=split)
+        if state is not None:
+            iterator.load_state_dict(state)
+        found += [next(iterator) for _ in range(drawn.randrange(4))]
+    numbers, positions, ids = (
+        np.concatenate([batch.columns[name].reshape(-1) for batch in found])
+        for name in ("document_ids", "positions", "input_ids")
+    )
+    mixture, order = MixtureIterator(sources, 1, weights={"a": 1, "b": 1}, seed=0), [*dict.fromkeys(numbers[numbers >= 0])]
+    for number, shown in zip(order, mixture.names_of(np.array(order)), strict=True):
+        source, index = shown[0], int(shown[2:-1])
+        length = (numbers == number).sum()
+        assert length == len(sources[source][index]) or (split and number == order[-1])
+        assert positions[numbers == number].tolist() == list(range(length))
+        assert ids[numbers == number].tolist() == sources[source][index][:length].tolist()
+    if split:
+        for source in range(2):
+            counts = [number // 2 for number in order if number % 2 == source]
+            assert counts == list(range(len(counts)))
+
+
+def test_another_seed_is_refused_where_documents_of_the_next_pass_wait():
+    """They were fetched in the order of the first seed."""
+    first, other = (PackingIterator(documents(9, 40), 48, 1, seed=seed) for seed in (0, 1))
+    for _ in range(5):
+        next(first)
+    other.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="Resume with the same seed"):
+        next(other)
+
+
+@pytest.mark.parametrize("split", [True, False])
 def test_a_fetch_that_fails_at_a_resume_is_tried_again(split):
     """And rows go on where they were cut, as if it had not failed."""
     data, fails = documents(30, 16), []

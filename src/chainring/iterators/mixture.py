@@ -559,6 +559,11 @@ class MixtureIterator(MultiprocessIterator):
             announce_change(f"seed of iterator {self.name!r}", seed, given_seed, holds)
 
 
+def fetch_numbers(mixture: MixtureIterator, numbers: Indices) -> list[Any]:
+    """Return the examples of these numbers, as `Sources` counts them; they are fetched in this process."""
+    return list(SerialIterator._fetch_examples(mixture, [((mixture.seed, 0), numbers)]))  # type: ignore
+
+
 def _changed(anchor: Anchor, weights: tuple[Fraction, ...]) -> Anchor:
     """Return an anchor at the same position from which other weights hold, and shares are counted anew."""
     return anchor if weights == anchor.weights else replace(anchor, changed_at=anchor.given, weights=weights)

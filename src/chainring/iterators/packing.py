@@ -16,9 +16,9 @@ from chainring._random import Indices, stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets.base import Dataset
 from chainring.iterators.base import Iterator, counters_of
-from chainring.iterators.mixture import MixtureIterator
+from chainring.iterators.mixture import MixtureIterator, fetch_numbers
 from chainring.iterators.serial import IndexedIterator, SerialIterator, require_indices, require_integer
-from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
 
 _LOOK_AHEAD = 1_024  # documents of which those are taken that fit into a row
 _CHUNK = 256  # documents that are fetched at once
@@ -82,8 +82,14 @@ class _Position(NamedTuple):
     @property
     def waiting(self) -> Indices:
         """The positions in the stream of the documents that are not packed."""
-        packed = self.rows.packed[: self.rows.ends[self.row] - self.row]
-        return np.sort(np.delete(self.documents.positions, packed))
+        return self.documents.positions[self.order]
+
+    @property
+    def order(self) -> Indices:
+        """The places of these documents, in the order of the stream."""
+        waits = np.ones(len(self.documents.positions), bool)
+        waits[self.rows.packed[: self.rows.ends[self.row] - self.row]] = False
+        return np.flatnonzero(waits)
 
 
 class _Saved(NamedTuple):
@@ -94,6 +100,7 @@ class _Saved(NamedTuple):
     offset: int
     packed: int
     fetched: int
+    numbers: list[int] | None  # of the documents that wait, in states that have them
 
 
 class PackingIterator(Iterator):
@@ -243,17 +250,21 @@ class PackingIterator(Iterator):
             )
         waiting = at.waiting.tolist()
         needed = _needed(at.fetches, waiting)
-        first, source = (needed[0].start, needed[0].before) if needed else (at.fetched, self.source)
-        serializer.visit("source", source if isinstance(serializer, Serializer) else self.source)
+        first, source = at.fetched, self.source
+        if needed and not isinstance(source, MixtureIterator):
+            first, source = needed[0].start, needed[0].before
+        is_saving = isinstance(serializer, Serializer)
+        serializer.visit("source", source if is_saving else self.source)
         saved = _Saved(
             serializer("first", first),
             serializer("waiting", waiting),
             serializer("offset", at.offset),
             serializer("packed", at.packed),
             serializer("fetched", at.fetched),
+            visit_optional(serializer, "numbers", at.documents.numbers[at.order].tolist() if is_saving else None),
         )
         self._serialize_counters(serializer)
-        if not isinstance(serializer, Serializer):
+        if not is_saving:
             self._saved = saved
 
     def _take_up_saved(self) -> None:
@@ -263,9 +274,17 @@ class PackingIterator(Iterator):
         mark, self.at = self.source.mark(), _Position(fetched=saved.first)
         packing = _Packing(self)
         try:
+            if saved.numbers and isinstance(self.source, MixtureIterator):  # which may have other weights now
+                numbers, positions = (np.array(values, np.int64) for values in (saved.numbers, saved.waiting))
+                packing.put_behind(fetch_numbers(self.source, numbers), numbers, positions, np.zeros_like(positions))
             while packing.fetched < saved.fetched and packing.fetch():
                 pass
             documents = packing.documents.at(np.isin(packing.documents.positions, saved.waiting))
+            if saved.numbers is not None and saved.numbers != documents.numbers.tolist():
+                raise ValueError(
+                    f"the documents that wait in iterator {self.name!r} are others than in the saved run: some would come "
+                    "twice, others never. Resume with the same seed, or start a new run"
+                )
             if saved.offset and saved.offset > documents.lengths[0]:
                 raise ValueError(
                     f"document {documents.numbers[0]} has {documents.lengths[0]} tokens, and the saved run had "
@@ -405,6 +424,19 @@ class _Packing:
         except StopIteration:
             return False
         numbers: Any = source.indices_since(began)
+        counted = np.arange(len(examples))
+        of_pass = epoch * iterator.pass_size + position + counted  # in passes, which a mixture has only of each source
+        epochs = np.zeros_like(counted) if isinstance(source, MixtureIterator) else of_pass // iterator.pass_size
+        waiting = self.documents.positions
+        self.put_behind(examples, numbers, self.fetched + counted, epochs)
+        self.fetches = [*_needed(self.fetches, waiting), _Fetch(self.fetched, self.fetched + len(examples), before)]
+        self.fetched += len(examples)
+        self._refuse_empty_passes()
+        return True
+
+    def put_behind(self, examples: Sequence[Any], numbers: Indices, positions: Indices, epochs: Indices) -> None:
+        """Put documents behind those that wait."""
+        iterator = self._iterator
         # hot path: "documents, packed" of benchmarks/data.py. Nearly all are arrays of integers that int64 holds.
         tokens = [
             example
@@ -413,7 +445,7 @@ class _Packing:
             for example, number in zip(examples, numbers.tolist(), strict=True)
         ]
         lengths = np.fromiter(map(len, tokens), np.int64, len(tokens)) + (iterator.separator is not None)
-        if not iterator.split and lengths.max() > iterator.length:
+        if not iterator.split and lengths.max(initial=0) > iterator.length:
             at = int((lengths > iterator.length).argmax())
             its = "" if iterator.separator is None else " with its separator"
             raise ValueError(
@@ -422,16 +454,8 @@ class _Packing:
             )
         filled = np.flatnonzero(lengths)
         self._n_empty = len(lengths) - 1 - int(filled[-1]) if len(filled) else self._n_empty + len(lengths)
-        counted = np.arange(len(lengths))
-        of_pass = epoch * iterator.pass_size + position + counted  # in passes, which a mixture has only of each source
-        epochs = np.zeros_like(counted) if isinstance(source, MixtureIterator) else of_pass // iterator.pass_size
-        waiting = self.documents.positions
         documents = np.fromiter(tokens, object, len(tokens))
-        self.documents = self.documents.before(_Documents(lengths, numbers, self.fetched + counted, epochs, documents))
-        self.fetches = [*_needed(self.fetches, waiting), _Fetch(self.fetched, self.fetched + len(examples), before)]
-        self.fetched += len(examples)
-        self._refuse_empty_passes()
-        return True
+        self.documents = self.documents.before(_Documents(lengths, numbers, positions, epochs, documents))
 
     def _refuse_empty_passes(self) -> None:
         """Refuse a pass of empty documents alone, where one with tokens would be looked for without end."""
