@@ -470,6 +470,12 @@ WARNED = {
     "an evaluation without data": Wrong(
         "SerialIterator(test,", "SerialIterator([],", "the validation has no data", "check that they are not empty"
     ),
+    "an evaluation of a copy": Wrong(
+        "Evaluator(test_iter, model)",
+        "Evaluator(test_iter, __import__('copy').deepcopy(model))",
+        "after iterations 15 to 29, gave the same to the last bit",
+        "give the Evaluator the model of the updater",
+    ),
     "a column that is never reported": Wrong(
         '"validation/main/loss"]', '"val/loss"]', "no values for ['val/loss']", "the rows have ['main/loss'"
     ),

@@ -144,6 +144,17 @@ def test_a_run_of_uncommitted_code_is_made_again_with_the_same_bits(place, capsy
     }
 
 
+def test_inspect_says_of_which_code_a_run_is(place, capsys):
+    """The script, the commit, and whether there were changes."""
+    commit()
+    (place / "train.py").write_text(SCRIPT + "# changed\n")
+    train("--length", "8")
+    assert main(["inspect", "result"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("code: "))
+    assert line.startswith("code: train.py, commit ")
+    assert line.endswith(" with changes; `chainring reproduce` makes the run again")
+
+
 def test_without_a_repository_the_text_of_the_script_is_enough(place, capsys):
     """The script itself is gone; what it reads lies where it lay, and is named."""
     import numpy
@@ -188,9 +199,23 @@ def test_a_run_without_a_seed_is_said_to_part_and_why(place, capsys):
     assert (Path(kept) / "run.json").exists()
 
 
+@pytest.mark.parametrize("value", ["time.time() % 1", "hash('text') / 2**63"])
+def test_a_program_that_does_not_repeat_itself_is_said_to_part_from_itself(place, monkeypatch, capsys, value):
+    """Which a second run of it proves; the one that is kept is the first, whole."""
+    monkeypatch.setattr(subprocess, "Popen", forked.START)  # each with a seed of its own for hashes
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    (place / "train.py").write_text(SCRIPT.replace("scale = 1.0", f"scale = 1 + {value}"))
+    subprocess.run([sys.executable, "train.py"], check=True)
+    status, shown = reproduced(capsys, "--here", "--out", str(place / "again"), "result")
+    assert status == 1
+    assert "made here once more, it parts from itself too (different from iteration 1 on: the loss main/loss" in shown
+    assert (place / "again" / "snapshot_iter_20").is_dir()
+    assert sorted(path.name for path in place.iterdir()) == ["again", "result", "train.py"]
+
+
 @pytest.mark.parametrize("changed", ["data", "variable"])
-def test_what_may_have_changed_since_is_said(place, monkeypatch, capsys, changed):
-    """A file beside the code is named; a variable that is not recorded is not known."""
+def test_what_has_changed_since_is_told_from_a_program_that_does_not_repeat_itself(place, monkeypatch, capsys, changed):
+    """A file beside the code is named, and is the data of both; a variable that is not recorded is not known."""
     import numpy
 
     (place / "train.py").write_text(SCRIPT.replace("scale = 1.0", "scale = float(os.environ.get('SCALE', 1))"))
@@ -203,8 +228,7 @@ def test_what_may_have_changed_since_is_said(place, monkeypatch, capsys, changed
         monkeypatch.setenv("SCALE", "2")
     status, shown = reproduced(capsys, "--here", "result")
     assert status == 1
-    assert "something outside of the program is not as it was" in shown
-    assert "`chainring verify-resume` tells" in shown
+    assert "made here once more, it has the same bits up to iteration 1: something outside of the program" in shown
     assert ("changed since the run began: data.npy" in shown) == (changed == "data")
 
 

@@ -140,8 +140,9 @@ def test_the_iteration_in_which_two_runs_part_is_on_the_page(tmp_path, monkeypat
     assert main(["report", "a", "same", "b"]) == 0
     page = (tmp_path / "report.html").read_text()
     assert data_of(page)["partings"] == [{"run": 2, "iteration": 17}]
-    assert "a and b: different from iteration 17 on: the loss main/loss" in section(page, "curves")
-    assert "a and same: same up to iteration 50" in section(page, "curves")
+    assert "A dashed line is where the run of its colour parts from a" in section(page, "curves")
+    assert re.search(r"b (0.73576|1.7358) 50 5 .* 17 ", section(page, "runs"))
+    assert "a and same: same up to iteration 50" in section(page, "runs")
 
 
 def test_runs_that_differ_in_their_first_row_are_not_said_to_agree_before(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -298,6 +299,34 @@ def squared_of(held, model, x, t, net):
 def test_what_is_of_a_rank_by_its_nature_may_differ(tmp_path):
     """Shares of data, paths, addresses in texts, functions that print, names of one directory, what is shown."""
     assert on_two_ranks(apart, str(tmp_path)) == [2, 2]
+
+
+def without_comm(comm, out, alone_first):
+    """What is said where rank 1 is given no communicator, and begins first or last."""
+    began = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = a_trainer(comm, f"{out}/{comm.rank}", None)
+        if comm.rank == 1:
+            trainer.updater.comm = Communicator()
+        own = create_communicator("cpu")  # through which the other rank tells when it begins
+        if (comm.rank == 1) is alone_first:
+            threading.Timer(0.5, own.barrier).start()
+        else:
+            own.barrier()
+        try:
+            trainer.run()
+        except (ValueError, RankFailed) as error:
+            return str(error), time.monotonic() - began
+    return f"{trainer.updater.iteration} iterations", 0
+
+
+@pytest.mark.parametrize("alone_first", [True, False])
+def test_a_rank_without_a_communicator_is_named_where_others_wait_for_it(tmp_path, alone_first):
+    """On both, whichever begins first."""
+    for words, seconds in on_two_ranks(without_comm, str(tmp_path), alone_first):
+        assert "rank 1 runs its trainer without the communicator" in words
+        assert seconds < 60
 
 
 def each_alone(comm, out):

@@ -221,7 +221,7 @@ def test_ranks_of_one_model_that_differ_are_refused_before_the_first_step():
         assert not isinstance(found, str), found
         assert all(is_unchanged for _, is_unchanged in found.values())
         words = {name: text for name, (text, _) in found.items()}
-        assert re.search("ranks 0 and 1 compute a model together.* the norm of the gradient of 'embedding", words["plain"])
+        assert re.search("ranks 0 and 1 compute a model together.* a sum over the gradient of 'embedding", words["plain"])
         assert "UpdateCallbacks(comm_on_start=...)" in words["plain"]
         assert "the loss is" in words["losses"]
         assert "give both the same rows" in words["rows"]

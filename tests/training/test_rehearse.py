@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from chainring import iterators, training
 from chainring.datasets import TupleDataset
 from chainring.nn import Classifier
 from chainring.training import extensions
+
+LABELLED = TupleDataset(torch.linspace(-1, 1, 36).reshape(12, 3), torch.arange(12) % 4)
 
 
 def whole_run(out, rehearses, accumulate=1):
@@ -33,6 +36,35 @@ def test_the_run_after_a_rehearsal_is_bit_for_bit_the_run_without_it(tmp_path, a
     """Parameters, Adam's state, log rows, consumed indices, fires and generators are equal."""
     expected = whole_run(tmp_path / "without", False, accumulate)
     assert whole_run(tmp_path / "with", True, accumulate) == expected
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_warns_once_of_a_softmax_before_the_cross_entropy(tmp_path, accumulate):
+    """And says where; the graph of the loss shows it, so that nothing is said of what only looks like probabilities."""
+    found = []
+    for last in (nn.Softmax(1), nn.LogSoftmax(1), nn.Sigmoid(), nn.Identity()):
+        model = Classifier(nn.Sequential(nn.Linear(3, 4), last))
+        updater = updater_of(model=model, data=LABELLED, accumulate=accumulate)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            training.Trainer(updater, (1, "epoch"), str(tmp_path)).rehearse()
+        found.append([str(warning.message) for warning in caught])
+        assert updater.callbacks.backward_on_start == ()
+    (first,), *others = found
+    assert "takes the softmax of a softmax" in first
+    assert first.endswith("leave the softmax out, see main/predictor/1")
+    assert others == [[], [], []]
+
+
+def test_a_softmax_that_is_a_function_is_looked_for_in_the_loss(tmp_path):
+    """By the line of the function that has returned it."""
+
+    def loss_of(model, x, t):
+        return nn.functional.cross_entropy(model(x).softmax(1), t) + model(x).square().mean()
+
+    updater = updater_of(model=nn.Linear(3, 4), data=LABELLED, loss_func=loss_of)
+    with pytest.warns(UserWarning, match=rf"see .*loss_of, {__file__}:\d+"):
+        training.Trainer(updater, (1, "epoch"), str(tmp_path)).rehearse()
 
 
 @pytest.mark.filterwarnings("ignore:two updates")  # its data take down what is asked for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
@@ -11,6 +12,10 @@ from torch import Tensor
 
 from chainring._messages import warn
 from chainring.converters import Device, as_device, is_auto
+
+RUNNING_ALONE, WAITING = "alone", "waiting"  # keys of the store of runs
+_PATIENCE = 5.0  # seconds in which a rank that runs by itself looks for others, once in a process
+_has_looked = _is_alone = False
 
 
 class Communicator:
@@ -72,16 +77,39 @@ class Communicator:
         """Start a run; a world of one warns if other processes were started that it does not know of.
 
         Ranks that compute a model together, each on all data, need no communicator.
+
+        Raises:
+            ValueError: only some of the ranks have a communicator of several ranks.
         """
+        global _has_looked, _is_alone
         count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if count > 1 and self.world.size == 1 and not computes_with_others():
-            warn(
-                f"{count} ranks have been started, and every rank trains on all data by itself, because "
-                "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
-            )
+        if count == 1 or self.world.size > 1 or computes_with_others():
+            return
+        warn(
+            f"{count} ranks have been started, and every rank trains on all data by itself, because "
+            "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
+        )
+        if (store := store_of_group()) is None:
+            return
+        rank = str(dist.get_rank())
+        store.set(RUNNING_ALONE, rank)
+        alone, until = store.add(f"{RUNNING_ALONE}/count", 1), time.monotonic() + (0 if _has_looked else _PATIENCE)
+        _has_looked = True
+        while not store.add(WAITING, 0):
+            if alone >= count or time.monotonic() > until:
+                _is_alone = True
+                return
+            time.sleep(0.05)
+            alone = store.add(f"{RUNNING_ALONE}/count", 0)
+        raise ValueError(describe_alone(rank))
 
     def end(self) -> None:
         """End a run."""
+        global _is_alone
+        if _is_alone and self.world.size == 1:
+            _is_alone = False
+            if (store := store_of_group()) is not None:
+                store.set(RUNNING_ALONE, "")
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         """Replace each tensor, in place, by its mean over the ranks, or with ``average=False`` by its sum."""
@@ -166,3 +194,18 @@ class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
 
 class RanksLost(BaseException):  # not an Exception, which a script may handle as an error of its own
     """Some ranks were lost, and this one is one of fewer from now on: what it did has to be done again."""
+
+
+def store_of_group(prefix: str = "runs") -> Any:
+    """Return the store of the process group, by default where all ranks say how they begin a run; ``None`` without one."""
+    store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)() if dist.is_initialized() else None
+    return None if store is None else dist.PrefixStore(f"chainring/{prefix}", store)  # type: ignore[attr-defined]
+
+
+def describe_alone(rank: str) -> str:
+    """Return that a rank runs by itself where others wait for it."""
+    return (
+        f"all ranks train together, and rank {rank} runs its trainer without the communicator by which others wait for it: "
+        "give StandardUpdater comm=create_communicator() on every rank. Where one rank trains something by itself, let the "
+        "others wait for it by comm.barrier() before they begin"
+    )

@@ -18,7 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCP
 from torch.distributed.rendezvous import rendezvous
 
 from chainring._checks import is_number, plain
-from chainring._distributed.communicator import Communicator
+from chainring._distributed.communicator import Communicator, store_of_group
 from chainring._distributed.group import TIMEOUT, connect_timeout, set_timeout
 from chainring._distributed.process_group import MeshCommunicator, ProcessGroupCommunicator
 from chainring._messages import warn
@@ -159,11 +159,7 @@ def create_communicator(
         store = meet(_where_torchruns_meet(info, os.environ), limit, about=describe_process())
         return SurvivingCommunicator(rank_device, info.local_rank, info.rank, info.size, store, timeout)
     _groups_joined += int(started)  # the same number on all ranks, for keys that no earlier communicator has used
-    if started:  # in a group without a store errors do not reach the others
-        own = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
-        store = None if own is None else PrefixStore(f"chainring/joined/{_groups_joined}", own)
-    else:
-        store = _start(info, rank_device, limit)
+    store = store_of_group(f"joined/{_groups_joined}") if started else _start(info, rank_device, limit)
     world = ProcessGroupCommunicator(rank_device, info.local_rank, store, ends_group=not started, timeout=timeout)
     if mesh is None:
         return world

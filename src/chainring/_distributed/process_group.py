@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import math
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,7 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chainring._distributed.communicator import Communicator, RankFailed
+from chainring._distributed.communicator import (
+    RUNNING_ALONE,
+    WAITING,
+    Communicator,
+    RankFailed,
+    describe_alone,
+    store_of_group,
+)
 from chainring._distributed.group import (
     BACKGROUND_GROUP,
     MAIN_GROUP,
@@ -25,6 +35,9 @@ from chainring._distributed.group import (
 )
 from chainring._distributed.heartbeat import Heartbeat
 from chainring._messages import mute
+
+logger = logging.getLogger("chainring")
+_NOTICE = 10.0  # seconds after which it is told who has not begun a run
 
 
 class ProcessGroupCommunicator(GroupCommunicator):
@@ -51,7 +64,7 @@ class ProcessGroupCommunicator(GroupCommunicator):
         is_formed, description = group is not None, BACKGROUND_GROUP
         if store is not None and not is_formed:
             failures = Heartbeat(store, dist.get_rank(), dist.get_world_size(), self.timeout, timeout is not None)
-        self._failures = failures
+        self._failures, self._store, self._runs = failures, store, 0
         if failures is not None:
             exchange, description = failures.exchange, MAIN_GROUP
         super().__init__(group if is_formed else new_group(description=description), exchange)
@@ -64,6 +77,37 @@ class ProcessGroupCommunicator(GroupCommunicator):
         if self.rank != 0:
             mute()
         atexit.register(self.close)
+
+    def begin(self, computes_with_others: Callable[[], bool]) -> None:
+        """Wait until all ranks begin this run, unless one has begun its own without a communicator, or has failed."""
+        if self._failures is None or self.size == 1:
+            return
+        self._runs += 1
+        key, runs = f"run/{self._runs}", store_of_group()
+        with self.waiting():
+            self._store.set(f"{key}/{self.rank}", "")
+            if self._store.add(key, 1) == self.size or runs is None:
+                return
+            runs.add(WAITING, 1)  # and for ever if this rank raises, so that the other one sees it
+            began, pause = time.monotonic(), 0.001
+            notice_at = began + _NOTICE
+            while self._store.add(key, 0) < self.size and not self.has_lost(began):
+                if runs.check([RUNNING_ALONE]) and (other := str(runs.get(RUNNING_ALONE), "utf-8")):
+                    raise ValueError(describe_alone(other))
+                if self._failures.failure is not None:
+                    raise RuntimeError("Connection closed: another rank has failed before its run began")
+                if time.monotonic() > notice_at:
+                    notice_at = math.inf
+                    late = [rank for rank in range(self.size) if not self._store.check([f"{key}/{rank}"])]
+                    text = "rank %d waits for ranks %s, which have not begun the run after %g s"
+                    logger.warning(text, self.rank, late, _NOTICE)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.25)
+            runs.add(WAITING, -1)
+
+    def has_lost(self, began: float) -> bool:
+        """Return whether ranks are lost for which this one waits, and the others go on: the next exchange says which."""
+        return False
 
     def barrier(self) -> None:
         self.gather_object(None)
@@ -157,6 +201,9 @@ class MeshCommunicator(GroupCommunicator):
     @property
     def model_ranks(self) -> Sequence[int]:
         return [column[self.rank] for column in self._columns]
+
+    def begin(self, computes_with_others: Callable[[], bool]) -> None:
+        self._world.begin(computes_with_others)
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered = self._world.gather_object(obj)

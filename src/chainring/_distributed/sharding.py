@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -219,6 +221,10 @@ def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
     return all(((starts < end) & (start < ends)).all(1).sum() == 1 for start, end in pairs)  # overlaps itself alone
 
 
+_last_plans: WeakKeyDictionary[Communicator, tuple[bytes, list[list[int]]]] = WeakKeyDictionary()
+"""By the communicator a digest of the layouts for which writers were assigned last, and which regions this rank writes."""
+
+
 def assign_writers(tensors: Mapping[str, Any], comm: Communicator, busy: int = 0) -> dict[str, list[Shard]]:
     """Return the shards of tensors that this rank writes, so that all ranks together write every element once.
 
@@ -243,25 +249,33 @@ def assign_writers(tensors: Mapping[str, Any], comm: Communicator, busy: int = 0
     for index, of_tensor in enumerate(shards):
         view = [(*shard.offsets, shard.tensor.data_ptr(), shard.tensor.stride()) for shard in of_tensor]
         first.append(seen.setdefault((repr(view), of_tensor[0].tensor.dtype), index) if view else index)
-    answers = comm.gather_object((problem, about, regions, first, busy))
-    problems, names, all_regions, all_firsts, all_busy = zip(*answers, strict=True)
+    known, mine = _last_plans.get(comm, (b"", []))
+    answers = comm.gather_object((problem, _digest(about), _digest((regions, first)), known))
+    problems, names, layouts, plans = zip(*answers, strict=True)
     if refusal := next(filter(None, problems), None):
         raise ValueError(refusal)
-    for rank, other in enumerate(names):
-        if other != names[0]:
-            one, another = next(pair for pair in zip_longest(names[0], other) if pair[0] != pair[1])
-            raise ValueError(
-                f"ranks 0 and {rank} have different sharded tensors, or another order of them: where one has {one}, the "
-                f"other has {another}; give all ranks the same model and optimizer"
-            )
-    mine = _assign(about, all_regions, all_firsts, all_busy, comm.rank)
+    if len(set(names)) > 1:
+        ranks = comm.gather_object(about)
+        rank, other = next((rank, other) for rank, other in enumerate(ranks) if other != ranks[0])
+        one, another = next(pair for pair in zip_longest(ranks[0], other) if pair[0] != pair[1])
+        raise ValueError(
+            f"ranks 0 and {rank} have different sharded tensors, or another order of them: where one has {one}, the other "
+            f"has {another}; give all ranks the same model and optimizer"
+        )
+    digest = _digest((names, layouts))
+    if any(plan != digest for plan in plans):  # on all ranks alike: a plan costs the descriptions of all layouts
+        mine = _assign(about, comm.gather_object((regions, first, busy)), comm.rank)
+        _last_plans[comm] = digest, mine
     return {name: [of_tensor[i] for i in chosen] for name, of_tensor, chosen in zip(tensors, shards, mine, strict=True)}
 
 
-def _assign(
-    about: Sequence[tuple[str, str, tuple[int, ...]]], regions: Any, firsts: Any, others: Sequence[int], rank_here: int
-) -> list[list[int]]:
-    """Return for each tensor the indices of the regions that rank ``rank_here`` writes, of what all ranks have."""
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
+
+
+def _assign(about: Sequence[tuple[str, str, tuple[int, ...]]], ranks: Sequence[Any], rank_here: int) -> list[list[int]]:
+    """Return for each tensor the indices of the regions that rank ``rank_here`` writes."""
+    regions, firsts, others = zip(*ranks, strict=True)
     busy, sound = list(others), set[Any]()  # elements that each rank writes so far, and layouts that were checked
     writers: list[dict[Region, int]] = []
     mine: list[list[int]] = []
@@ -272,7 +286,7 @@ def _assign(
                 holders.setdefault(region, []).append(rank)
         layout = (shape, tuple(holders))
         if layout not in sound and not is_partition(shape, layout[1]):
-            who = "this process" if len(regions) == 1 else f"the {len(regions)} ranks"
+            who = "this process" if len(ranks) == 1 else f"the {len(ranks)} ranks"
             count, written = math.prod(shape), sum(math.prod(sizes) for _, sizes in holders)
             extent = f"{written} of them" if written < count else "some of them twice"
             raise ValueError(

@@ -141,6 +141,9 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
         if text := self._enter():
             info(text)
 
+    def has_lost(self, began: float) -> bool:
+        return self._processes.are_lost(self._round, began)
+
     def end(self) -> None:
         """Wait for the end of the run on rank 0, since another one has to end it if that is lost.
 
@@ -335,10 +338,10 @@ class SurvivingCommunicator(ProcessGroupCommunicator):
         """Be one of the ranks that are left from now on; return which were lost."""
         before, now = self._round, self._next
         before.heartbeat.close()
-        self._round, self._failures = now, now.heartbeat
+        self._round, self._store, self._failures = now, now.store, now.heartbeat
         self._group = self._objects = now.groups.pop()
         self.rank, self.size, self._waiting = now.members.index(self._processes.me), len(now.members), now.heartbeat.exchange
-        self._under_way, self._begun = {}, 0
+        self._under_way, self._begun, self._runs = {}, 0, 0
         mute(self.rank > 0)
         if before.members == now.members:
             return ""

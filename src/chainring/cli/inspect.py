@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from chainring._files import below_home, is_url
 from chainring._messages import list_names, printable
 from chainring._places.base import StoredFile
 from chainring._runs.finished import FinishedRun, as_mapping, describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, show
 from chainring.serializers._safetensors import read_entries, verify_file
 from chainring.serializers._store import THINNED, CorruptError, NewerFormat, SavedSnapshot, Thinned, split
+from chainring.training._run_directory import read_record
 
 _NOTES = ("error", "not bit-exact", "left out")
+_MIN_WIDTH = 60
 _INSPECT = """
 Show what a snapshot holds: the iteration, the versions that wrote it, and
 each tensor with its dtype, shape and bytes; and which devices of the run have
@@ -70,10 +76,11 @@ def _inspect(options: argparse.Namespace) -> None:
     except Thinned as error:
         manifest = error.manifest
     files = [saved.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")]
+    code = None if is_url(options.path) else _describe_code(Path(below_home(options.path)))
     sizes = {name: size for name, (size, _) in sorted(manifest.files.items())}
     about: dict[str, Any] = {
         "directory": saved.path, "iteration": manifest.iteration, "epoch": manifest.about.get("epoch"),
-        "versions": as_mapping(manifest.about.get("versions")),
+        "versions": as_mapping(manifest.about.get("versions")), "code": code,
         "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about}, "faults": [], "commands": [],
         "bytes": sum(sizes.values()), "files": sizes, "tensors": [tensor for file in files for tensor in _tensors_of(file)],
     }  # fmt: skip
@@ -93,18 +100,34 @@ def _inspect(options: argparse.Namespace) -> None:
         lines += [str(Thinned(saved.path, manifest)), *(f"  {path}  {text}" for path, text in about["thinned"].items())]
     if others:
         lines.append(f"also there: {list_names([other.name for other in others], 3)}")
+    lines += [f"code: {code}; `chainring reproduce` makes the run again"] if code else []
     lines += [f"{note}: {text}" for note, text in about["notes"].items()]
     lines += [f"found by an audit of the run: {fault}" for fault in about["faults"]]
     lines += [f"commanded: {describe_entry(entry)}" for entry in about["commands"]]
     show(options, about, [*map(printable, lines), *_table(about["tensors"], about["bytes"])])
 
 
+def _describe_code(run: Path) -> str | None:
+    """Return in words of which code a run is, if this is the directory of one that says so."""
+    source = as_mapping(as_mapping(read_record(run).get("reproduction")).get("source"))
+    if not source.get("script"):
+        return None
+    commit, changes = str(source.get("commit") or "")[:12], " with changes" if source.get("difference") else ""
+    return f"{source['script']}, " + (f"commit {commit}{changes}" if commit else "in no repository")
+
+
 def _table(tensors: Sequence[Mapping[str, Any]], size: int) -> Iterator[str]:
+    """Yield a line for each tensor, on a terminal no wider than that: the middle of a long name is left out."""
     rows = [
         (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}") for t in tensors
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    if sys.stdout.isatty():
+        widths[0] = min(widths[0], max(_MIN_WIDTH, shutil.get_terminal_size().columns) - sum(widths[1:]) - 8)
     for name, dtype, shape, count in rows:
+        if len(name) > widths[0]:  # its beginning names the owner, its end the tensor
+            start = (widths[0] - 3) // 2
+            name = f"{name[:start]}...{name[len(name) - (widths[0] - 3 - start) :]}"
         yield f"  {name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}"
     yield f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes"
 

@@ -81,7 +81,7 @@ def reproduce(options: argparse.Namespace) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
             attempt = _Attempt(recorded, needed, directory, out, options.here)
-            attempt.make()
+            attempt.make(attempt.until)
             made = FinishedRun.open(out)
             comparison = compare_runs(recorded, made)
             for name in [name for name, (_, now) in comparison.settings.items() if name in _ANOTHER or now == out]:
@@ -89,7 +89,7 @@ def reproduce(options: argparse.Namespace) -> int:
             status, answer = _judge(comparison, made, attempt, recorded.last)
             is_kept, notes = is_kept or status == 1, attempt.notes
             if status == 1:
-                notes += [_why_it_parts(recorded, made), f"the new run is in {out}"]
+                notes += [*(_unseeded(recorded, made) or attempt.repeat(comparison)), f"the new run is in {out}"]
         facts = facts_of(comparison) | {"status": status, "answer": answer, "notes": notes}
         lines = [answer, *lines_of(comparison), *notes]
         show(options, facts, map(printable, lines))
@@ -132,19 +132,41 @@ class _Attempt:
     def notes(self) -> list[str]:
         return [*dict.fromkeys([*self._workspace.notes, *self._notes])]
 
-    def make(self) -> None:
+    def make(self, until: int) -> None:
         """Run each command line up to the iteration with which the next one began."""
         os.makedirs(self._out, exist_ok=True)
         commands = [each for each in self._recorded.record.get("commands", ()) if "refused" not in each]
         for segment, end in zip(self._segments, [*(later.begin for later in self._segments[1:]), self.until], strict=True):
-            if segment.begin >= self.until:
+            if segment.begin >= until:
                 return
             mark, threads, where = secrets.token_hex(16), self._needed["threads"], str(self._directory)
-            task = Reproduction(mark, where, self._out, mark, until=min(end, self.until), threads=threads, commands=commands)
+            task = Reproduction(mark, where, self._out, mark, until=min(end, until), threads=threads, commands=commands)
             code = run(self._workspace.starter(segment.arguments, self._ranks), task)
             if not task.is_done:
                 told = "; ".join(self.notes)
                 raise NoReplay(failure_of(task, code, "the script failed") + (f"\n({told})" if told else ""))
+
+    def repeat(self, parted: Comparison) -> list[str]:
+        """Make the run once more, up to where it has parted; return what that tells of the reason."""
+        if parted.first is None:
+            return []
+        until, kept = max(parted.first.iteration, 1), f"{self._out}-{secrets.token_hex(4)}"
+        os.rename(self._out, kept)
+        try:
+            self.make(until)
+            again = compare_runs(FinishedRun.open(kept), FinishedRun.open(self._out))
+        except (NoReplay, OSError, ValueError):
+            return []
+        finally:
+            shutil.rmtree(self._out, ignore_errors=True)
+            os.rename(kept, self._out)
+        if again.is_same is None:
+            return []
+        if again.is_same:
+            text = f"made here once more, it has the same bits up to iteration {until}: something outside of the program"
+            return [f"{text} is not as it was, such as data, a variable of the environment, a version, or the date"]
+        text = f"made here once more, it parts from itself too ({again.answer}): it depends on something that is another"
+        return [f"{text} at each start, such as the clock, a generator without a seed, the order of a set, or its own files"]
 
 
 def _began(recorded: FinishedRun) -> float:
@@ -210,14 +232,9 @@ def _judge(comparison: Comparison, made: FinishedRun, attempt: _Attempt, last: i
     return 0, f"the same bits, up to iteration {last}"
 
 
-def _why_it_parts(recorded: FinishedRun, made: FinishedRun) -> str:
-    """Return a sentence about what may be another, first generators with which the two runs have begun differently."""
+def _unseeded(recorded: FinishedRun, made: FinishedRun) -> list[str]:
+    """Return a sentence about generators with which the two runs have begun differently, if there are such."""
     began, began_again = (as_mapping(start_in_force(run.record, 0).get("generators")) for run in (recorded, made))
-    if names := sorted(name for name in began_again if began.get(name) != began_again[name]):
-        text = f"the generators of {', '.join(names)} did not begin alike"
-        return f"{text}: chainring.deterministic(seed) at the beginning of the script seeds all of them"
-    return (
-        "all generators began alike: either something outside of the program is not as it was, such as data, a variable of "
-        "the environment, a version, or the date; or the program does not repeat itself, which `chainring verify-resume` "
-        "tells with the script: it follows the clock, a generator without a seed, the order of a set, or its own files"
-    )
+    names = sorted(name for name in began_again if began.get(name) != began_again[name])
+    text = f"the generators of {', '.join(names)} did not begin alike: chainring.deterministic(seed) at the beginning of "
+    return [f"{text}the script seeds all of them"] if names else []

@@ -163,6 +163,12 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
     for name, run in zip(names, runs, strict=True):
         for series in (series for log in run.logs for series in log.media):
             series_of_keys.setdefault(series.key, []).append((name, series))
+    rows = [_row(run) for run in runs]
+    are_in_table = len(partings) > 1
+    if are_in_table:
+        iterations = {parting.run: parting.iteration for parting in partings if parting.iteration is not None}
+        rows = [[*row, f"{iterations[index]:,}" if index in iterations else ""] for index, row in enumerate(rows)]
+        remarks += [f"{parting.text}." for parting in partings if parting.iteration is None]
     parts = _render(
         "several.html",
         ["facts", *SECTIONS_OF_SEVERAL],
@@ -174,8 +180,9 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
         count=sum(of_run.count for of_run in drawn),
         left_out=max((of_run.left_out for of_run in drawn), key=len, default=[]),
         has_system=_has_system(runs),
-        rows=[last + _row(run) for run, last in zip(runs, values, strict=True)],
+        rows=[last + row for row, last in zip(rows, values, strict=True)],
         keys=keys,
+        are_in_table=are_in_table,
         remarks=remarks,
         differing=differing,
         differing_count=differing_count,

@@ -36,6 +36,7 @@ from chainring.serializers._store import Place
 HOST = "127.0.0.1"
 _PAUSE = 1.0  # seconds between two looks at the runs
 _SHARE = 4  # of the time that a look has taken, the pause after it is at least so many times as long
+_COMPARING_SHARE = 20  # the same of the time to find where runs part
 _STALE = 60.0  # seconds after which what was read of a log that no longer grows is let go
 _BEAT = 5.0  # seconds after which a listener that has gone is noticed
 _TO_ASK, _TO_READ = 2.0, 10.0  # seconds for a request, and to take what is sent: the server ends no later
@@ -95,6 +96,7 @@ class _Runs:
         self._drawn: dict[int, DrawnRun] = {}
         self._trouble = ""
         self._partings: Sequence[Parting] = ()
+        self._are_compared, self._next_comparison = False, 0.0
 
     def look(self) -> tuple[Content, str] | None:
         """Read the runs that have changed; return what the page shows and what went wrong, ``None`` if nothing is new."""
@@ -106,11 +108,16 @@ class _Runs:
                 if index not in self._drawn:
                     raise
                 troubles.append(f"{directory}: {error}")
+        self._are_compared &= not have_changed
+        is_due = not self._are_compared and count > 1 and time.monotonic() >= self._next_comparison
+        if is_due:
+            began = time.monotonic()
+            self._partings, self._are_compared = self._compare(), True
+            now = time.monotonic()
+            self._next_comparison = now + _COMPARING_SHARE * (now - began)
         trouble = "; ".join(troubles)
-        if not have_changed and trouble == self._trouble:
+        if not have_changed and not is_due and trouble == self._trouble:
             return None
-        if have_changed and count > 1:
-            self._partings = self._compare()
         self._trouble = trouble
         drawn = [self._drawn[index] for index in range(count)]
         return (content_of_several(self._names, drawn, self._partings) if count > 1 else content_of(drawn[0])), trouble

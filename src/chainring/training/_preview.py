@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from chainring import _random
@@ -27,13 +28,16 @@ from chainring.serializers.protocol import (
     DictionaryDeserializer,
     DictionarySerializer,
     Serializer,
+    named_submodules,
     visit_if_stateful,
 )
 from chainring.training._run import prepare
 from chainring.training.triggers.base import describe, keys_of, never
+from chainring.training.updaters._arguments import origin_of
 from chainring.training.updaters._carried import Carried
 from chainring.training.updaters._memory import LESS, capacity, explain_out_of_memory, is_out_of_memory, sized
 from chainring.training.updaters.base import Updater
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:
     from chainring.training._unsaved import Attributes
@@ -147,6 +151,10 @@ def rehearse(trainer: Trainer, preserve: Callable[[], AbstractContextManager[Non
             entry.optional("initialize")(trainer)
             stack.callback(entry.optional("finalize"))
         trainer.extension_name = None
+        callbacks = getattr(trainer.updater, "callbacks", None)
+        if isinstance(callbacks, UpdateCallbacks) and not getattr(trainer.updater, "compile", False):
+            callbacks.add("backward_on_start", warn_of_softmax := _warn_of_softmax(trainer.updater))
+            stack.callback(callbacks.remove, "backward_on_start", warn_of_softmax)
         try:
             with memory.kept():
                 seen.append(_unsaved.attributes_of(trainer))
@@ -185,6 +193,34 @@ def list_unsaved(trainer: Trainer, before: Attributes, between: Attributes, afte
     unsaved = _unsaved.unsaved(_unsaved.changed(before, between, after), before, _unsaved.attributes_of(trainer))
     shown = "".join(f"\n  {path}: {_unsaved.remedy(path, unsaved[path])}" for path in list(unsaved)[:_MAX_SHOWN])
     return shown + (f"\n  and {len(unsaved) - _MAX_SHOWN} more" if len(unsaved) > _MAX_SHOWN else "")
+
+
+def _warn_of_softmax(updater: Any) -> Callable[[UpdateContext], None]:
+    """Return a callback that warns once of a loss that takes the softmax of a softmax, which its graph shows."""
+    is_warned = False
+
+    def look(context: UpdateContext) -> None:
+        nonlocal is_warned
+        assert context.loss is not None
+        nodes, seen = [context.loss.grad_fn], set[Any]()
+        while nodes and not is_warned:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            following = [following for following, _ in node.next_functions]
+            nodes += following
+            if node.name() == "LogSoftmaxBackward0" and "SoftmaxBackward0" in [each and each.name() for each in following]:
+                is_warned = True
+                named = named_submodules("main", updater.get_all_models().get("main", nn.Identity()))
+                paths = [path for path, module in named if isinstance(module, nn.Softmax)]
+                where = ", ".join(paths) or origin_of(updater.loss_func or updater.get_model("main"))
+                warn(
+                    "the loss takes the softmax of a softmax, and so learns slowly: cross_entropy is given the outputs of a "
+                    f"layer, not probabilities; leave the softmax out, see {where}"
+                )
+
+    return look
 
 
 def _find_unknown_keys(trainer: Trainer, reported: set[str]) -> str | None:

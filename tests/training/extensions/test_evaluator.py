@@ -1,11 +1,13 @@
 """The Evaluator: what it reports, and that it leaves everything as it was."""
 
+import copy
 import io
 import itertools
 import json
 import random
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -366,6 +368,47 @@ def test_finalize_finalizes_the_iterator(tmp_path):
 
     reported(tmp_path, Evaluator(Ending(values(1), 1, repeat=False, shuffle=False), Mean()))
     assert ended
+
+
+class Regression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def said_of(tmp_path, target, *, updates=4, lr=0.1, eval_func=None):
+    """Warnings of a run that trains a model and evaluates it, its average or a copy of it after each two updates."""
+    model, data = Regression(), torch.ones(4, 3)
+    updater = training.StandardUpdater(iterators.SerialIterator(data, 2), torch.optim.SGD(model.parameters(), lr), model)
+    trainer = training.Trainer(updater, (updates, "iteration"), str(tmp_path))
+    average = extensions.ExponentialMovingAverage(model)
+    trainer.extend(average)
+    targets = {"model": model, "average": average.model, "copy": copy.deepcopy(model)}
+    trainer.extend(Evaluator(once(data), targets[target], eval_func=eval_func), trigger=(2, "iteration"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.run()
+    return [str(warning.message) for warning in caught]
+
+
+def test_an_evaluation_of_a_copy_of_the_model_is_said_at_the_end(tmp_path):
+    """It gives the same, to the last bit, however long the model is trained; an average that is trained with it does not."""
+    (text,) = said_of(tmp_path, "copy", updates=7)
+    assert text.startswith(
+        "all evaluations, after iterations 2 to 6, gave the same to the last bit: the model that is evalua"
+    )
+    assert text.endswith("give the Evaluator the model of the updater")
+    assert said_of(tmp_path, "average") == []
+
+
+def test_evaluations_that_may_well_be_alike_need_no_word(tmp_path):
+    """A single one, those of a model that learns nothing, and those of a function, which may call another model."""
+    assert said_of(tmp_path, "copy", updates=3) == []
+    assert said_of(tmp_path, "model", lr=0.0) == []
+    assert said_of(tmp_path, "copy", eval_func=torch.sum) == []
 
 
 class Dtype(nn.Module):

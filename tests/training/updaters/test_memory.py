@@ -9,6 +9,7 @@ import torch
 
 import memory_errors
 from chainring import training
+from chainring.training.updaters import UpdateCallbacks
 from memory_errors import BITS, Own, Plan, trained
 
 turns = itertools.count()
@@ -187,25 +188,22 @@ def test_what_an_update_core_changes_besides_tensors_is_refused_where_memory_run
     assert said in "".join(caught.value.__notes__)
 
 
-def test_an_iterator_of_the_updater_is_refused_where_memory_runs_out():
-    """It has gone on, and nobody knows from where."""
-    plan, model = Plan("first", 2), torch.nn.Linear(2, 1)
+NOISE = itertools.cycle([1.0, 2.0])
 
-    class Drawing(training.StandardUpdater):
-        def update_core(self):
-            (x,) = self.next_batch()
-            factor = next(self.noise)
-            plan.passes("first")
-            self.backward(factor * model(x).square().mean())
-            self.step()
 
-    updater = Drawing([(torch.ones(4, 2),)] * 3, torch.optim.SGD(model.parameters(), lr=0.1), model, virtual_ranks=1)
-    updater.noise = itertools.count(1.0)
-    updater.start()
-    updater.update()
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        updater.update()
-    assert "updater.noise" in "".join(caught.value.__notes__)
+def scaled_by(noise):
+    return lambda model, x: model(x).square().mean() * next(noise)
+
+
+def counted():
+    turns = 0
+
+    def loss(model, x):
+        nonlocal turns
+        turns += 1
+        return model(x).square().mean() * turns
+
+    return loss
 
 
 def scale_by_assignment(model, x):
@@ -218,6 +216,36 @@ def acting(act):
     return lambda model, x: (act(model.layer, x), model(x).square().mean())[1]
 
 
+class Turns:
+    """An object with a state that nothing saves, of which an instance may be a loss, a converter or a callback."""
+
+    of_all = 0
+
+    def __init__(self):
+        self.number = 0
+
+    def step(self):
+        self.number += 1
+
+    def __call__(self, first, second=None):
+        self.number += 1
+        if isinstance(second, torch.Tensor):
+            return first(second).square().mean() * self.number
+        return getattr(first, "columns", first)
+
+
+class Slotted:
+    __slots__ = ("number",)
+
+
+def turn(layer, x):
+    Turns.of_all += 1
+
+
+def turn_slot(layer, x):
+    layer.slotted.number += 1
+
+
 def carry(layer, x):
     layer.carried = 0.9 * layer.carried + x.mean()
 
@@ -226,6 +254,7 @@ def swap(layer, x):
     layer.kinds.add(layer.kinds.pop() + 1)
 
 
+STATE = {"turns": 0}
 UNSEEN = {  # a loss, and how what it changes is named
     "the data of a parameter": (lambda: acting(lambda layer, x: layer.weight.data.mul_(2)), "layer.weight"),
     "the data of a parameter, replaced": (lambda: scale_by_assignment, "layer.weight"),
@@ -236,9 +265,29 @@ UNSEEN = {  # a loss, and how what it changes is named
     "the data of a tensor in an attribute": (lambda: acting(lambda layer, x: layer.total.data.add_(1)), "layer.total"),
     "an array in an attribute": (lambda: acting(lambda layer, x: np.add(layer.array, 1, out=layer.array)), "layer.array"),
     "a number in a list": (lambda: acting(lambda layer, x: layer.seen.__setitem__(0, layer.seen[0] + 1)), "layer.seen"),
+    "a number of a global dict": (
+        lambda: acting(lambda layer, x: STATE.update(turns=STATE["turns"] + 1)),
+        "STATE.turns",
+    ),
+    "an object in an attribute": (lambda: acting(lambda layer, x: layer.turns.step()), "layer.turns.number"),
+    "an object with slots": (lambda: acting(turn_slot), "layer.slotted.number"),
+    "an attribute of a class": (lambda: acting(turn), "Turns.of_all"),
+    "an object that is the loss": (Turns, "number"),
     "a tensor that is made of the one before": (lambda: acting(carry), "layer.carried"),
     "a set of as many": (lambda: acting(swap), "layer.kinds"),
+    "a variable outside of the loss": (counted, "loss_func.turns"),
+    "an iterator in the closure": (lambda: scaled_by(iter([1.0, 2.0, 3.0, 4.0])), "loss_func.noise"),
+    "a generator in the closure": (lambda: scaled_by(1.0 * n for n in range(9)), "loss_func.noise"),
+    "an iterator in an argument": (
+        lambda: functools.partial(lambda model, x, noise: model(x).mean() * next(noise), noise=map(float, range(9))),
+        "loss_func.noise",
+    ),
+    "a global iterator": (lambda: lambda model, x: model(x).square().mean() * next(NOISE), "loss_func.NOISE"),
     "the data of the batch": (lambda: acting(lambda layer, x: x.data.mul_(2)), "its batch in place"),
+    "what has a gradient in the batch": (
+        lambda: lambda model, x: model(x.requires_grad_()).square().mean() * (1.0 if x.grad is None else 2.0),
+        "the gradient of value",
+    ),
     "the batch through NumPy": (
         lambda: acting(lambda layer, x: np.multiply(array := x.numpy(), 2, out=array)),
         "its batch in place",
@@ -251,7 +300,8 @@ def out_of_memory_once(loss, is_own=False, call=2):
     model, plan = torch.nn.Module(), Plan("first", call)
     model.layer = torch.nn.Linear(2, 1)
     model.layer.total, model.layer.array, model.layer.seen = torch.zeros(1), np.zeros(1), [0]
-    model.layer.carried, model.layer.kinds = torch.ones(()), {0}
+    model.layer.turns, model.layer.slotted, model.layer.carried, model.layer.kinds = Turns(), Slotted(), torch.ones(()), {0}
+    model.layer.slotted.number = 0
 
     def forward(x):
         plan.passes("first")
@@ -275,7 +325,7 @@ def out_of_memory_once(loss, is_own=False, call=2):
 @pytest.mark.parametrize("is_own", [False, True], ids=["default", "update_core"])
 @pytest.mark.parametrize("kind", UNSEEN)
 def test_what_a_forward_changes_without_a_count_of_it_is_refused_where_memory_runs_out(kind, is_own):
-    """Data, arrays and containers have no version: they are compared where a virtual rank is computed again."""
+    """Data, arrays, variables and iterators have no version: they are compared where a virtual rank is computed again."""
     make, said = UNSEEN[kind]
     updater = out_of_memory_once(make(), is_own)
     updater.update()
@@ -284,9 +334,30 @@ def test_what_a_forward_changes_without_a_count_of_it_is_refused_where_memory_ru
     assert f"{said.rpartition('.')[2]}" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.parametrize("stage", ["forward_on_start", "converter"])
+def test_what_a_callback_or_a_converter_has_counted_is_refused_where_memory_runs_out(stage):
+    """It would count the virtual rank twice."""
+    plan, model, turns = Plan("first", 2), torch.nn.Linear(2, 1), Turns()
+    settings = {"converter": turns} if stage == "converter" else {"callbacks": UpdateCallbacks(forward_on_start=turns)}
+
+    def loss(model, x):
+        plan.passes("first")
+        return model(x).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.ones(4, 2),)] * 3
+    updater = training.StandardUpdater(data, optimizer, model, virtual_ranks=1, loss_func=loss, **settings)
+    updater.start()
+    updater.update()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        updater.update()
+    assert "number, of which nobody has a copy" in "".join(caught.value.__notes__)
+
+
 HARMLESS = {
     "weights that are clamped": acting(lambda layer, x: layer.weight.data.clamp_(-0.1, 0.1)),
     "another tensor in an attribute": acting(lambda layer, x: setattr(layer, "last", x * 2)),
+    "a constant in the closure": acting(lambda layer, x: STATE["turns"] + next(iter([1, 2]))),
 }
 
 

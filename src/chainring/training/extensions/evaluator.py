@@ -45,8 +45,11 @@ class Evaluator(Extension):
 
     No gradients are computed, and the training flags of all submodules and the random generators are restored. Means are
     weighted by the number of examples, so they do not depend on the batch size. Metrics that are attributes of the model
-    are computed over this evaluation only; a metric object that the function reports or returns is computed at the end. Of
-    a schedule-free optimizer the weights of its ``eval()`` are evaluated, and those that it trains put back bit for bit.
+    are computed over this evaluation only; a metric object that the function reports or returns is computed at the end.
+
+    A model of the updater is evaluated as it is trained: in the updater's precision and with its ``loss_func``. Any other
+    target, such as an average of the parameters, is called as it is, unless ``precision`` and ``loss_func`` are given. Of a
+    schedule-free optimizer the weights of its ``eval()`` are evaluated, and those that it trains put back bit for bit.
 
     Ranks share the examples. A subclass with a loop of its own over the iterator has all of them on every rank.
 
@@ -71,7 +74,8 @@ class Evaluator(Extension):
         limit: the number of batches after which an evaluation ends, the first ones of the pass; ``None`` for all of them.
         virtual_ranks: the number of parts in which each batch is evaluated, the examples ``batch[v::virtual_ranks]`` in
             part v, so that the results are equal to the last bit on 1 to ``virtual_ranks`` ranks; by default that of the
-            updater. A torchmetrics object is exact if its states are counts; one of your own must count in integers.
+            updater. Changes of buffers are undone; images, texts and histograms are those of part 0. A torchmetrics object
+            is exact if its states are counts; one of your own without ``sync`` must count in integers.
 
     Raises:
         ValueError: the iterator repeats, or can be used for one pass only; or there is no function to call, or two.
@@ -130,7 +134,7 @@ class Evaluator(Extension):
         self.progress_bar, self.limit = progress_bar, plain(limit)
         self.virtual_ranks = None if virtual_ranks is None else require_virtual_ranks(virtual_ranks)
         self._comm: Communicator = Communicator()
-        self._media: dict[str, Media] = {}  # of the last evaluation
+        self._given = _Given()
 
     @property
     def device(self) -> torch.device | None:
@@ -159,7 +163,7 @@ class Evaluator(Extension):
         return (*names, describe(self.eval_func), *map(_describe_data, self._iterators.values()))
 
     def initialize(self, trainer: Trainer) -> None:
-        self._comm, self._updater = trainer.comm, trainer.updater
+        self._comm, self._updater, self._given = trainer.comm, trainer.updater, _Given()
         *_, virtual_ranks = self._find_settings()
         if virtual_ranks is not None and self._initial_seed is None:
             self._initial_seed = trainer.comm.broadcast_object(torch.initial_seed())
@@ -199,9 +203,9 @@ class Evaluator(Extension):
             trainer.reporter.said.add(prefix)
         means = {prefix + key: value for key, value in means.items()}
         report(means)
-        for key, media in self._media.items():
+        for key, media in self._given.media.items():
             report_media(prefix + key, media)
-        self._media = {}
+        self._given.media = {}
         return means
 
     def evaluate(self) -> dict[str, float]:
@@ -215,7 +219,7 @@ class Evaluator(Extension):
         iterator = self._iterators["main"]
         self._share(self._comm)
         getattr(iterator, "rewind", iterator.reset)()
-        models, reporter, self._media = list(self._targets.values()), Reporter(), {}
+        models, reporter, self._given.media = list(self._targets.values()), Reporter(), {}
         for name, model in self._targets.items():
             for path, module in named_submodules(name, model):
                 reporter.add_observer(path, module)
@@ -228,7 +232,7 @@ class Evaluator(Extension):
 
         def forward(batch: Any, shows: bool = True) -> tuple[dict[str, Any], Any]:
             observation: dict[str, Any] = {}
-            reporter.media_watchers = (self._media.__setitem__,) if shows else ()
+            reporter.media_watchers = (self._given.media.__setitem__,) if shows else ()
             with reporter.scope(observation), precision.autocast():
                 loss_weight, examples = self._evaluate_batch(batch, loss_func), count_examples(batch)
             have_weights.append(loss_weight is not None)
@@ -250,7 +254,7 @@ class Evaluator(Extension):
                     self._add_virtual_forwards(summary, batches, forward, virtual_ranks)
                 summary = summary.over_ranks(self._comm)
                 if self._comm.survives:  # the rank that has seen the images may be lost before they are in a log
-                    self._media = self._comm.broadcast_object(self._media)
+                    self._given.media = self._comm.broadcast_object(self._given.media)
                 means = summary.compute_mean()
         except RanksLost:
             for metric in counting.values():  # all is evaluated again
@@ -268,7 +272,7 @@ class Evaluator(Extension):
                 "and not fewer than a batch with drop_last"
             )
             return _WithoutBatch()
-        return means
+        return self._given.note(getattr(self._updater, "iteration", 0), means)
 
     def _tell(self, text: str) -> None:
         """Say that there was nothing to evaluate; a run goes on without."""
@@ -360,12 +364,42 @@ class Evaluator(Extension):
         for iterator in self._iterators.values():
             if hasattr(iterator, "finalize"):
                 iterator.finalize()
+        if self._updater is not None and self.eval_func is None and self._comm.is_main:
+            self._given.warn_of_copy(self._targets.values(), self._updater.get_all_models().values())
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         for name, iterator in self._iterators.items():
             serializer.visit(f"iterator:{name}", iterator)
         if self.virtual_ranks is not None:
             self._initial_seed = visit_optional(serializer, "seed", self._initial_seed)
+
+
+class _Given:
+    """What evaluations have given: the media of the last one, and whether all of a run gave the same, to the last bit."""
+
+    def __init__(self) -> None:
+        self.media: dict[str, Media] = {}
+        self._means: dict[str, float] | None = None  # of the first
+        self._iterations: list[int] = []  # of the first and of the last, as long as they give the same
+
+    def note(self, iteration: int, means: dict[str, float]) -> dict[str, float]:
+        """Compare the means of an evaluation with those of the first, and return them."""
+        if self._means is None:
+            self._means, self._iterations = means, [iteration, iteration]
+        elif self._iterations:
+            self._iterations = [self._iterations[0], iteration] if means == self._means else []
+        return means
+
+    def warn_of_copy(self, evaluated: Iterable[nn.Module], trained: Iterable[nn.Module]) -> None:
+        """Warn if they have, and of no model that is trained; an average, which is not trained either, changes."""
+        ids = [{id(each) for model in models for each in model.parameters()} for models in (evaluated, trained)]
+        if len({*self._iterations}) == 2 and all(ids) and ids[0].isdisjoint(ids[1]):
+            first, last = self._iterations
+            warn(
+                f"all evaluations, after iterations {first} to {last}, gave the same to the last bit: the model that is "
+                "evaluated shares no parameter with those that are trained, as a copy of one; give the Evaluator the model "
+                "of the updater"
+            )
 
 
 def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) -> Any:

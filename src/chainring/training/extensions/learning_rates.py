@@ -76,9 +76,9 @@ def find_learning_rate(
 ) -> LearningRates:
     """Return how the loss falls while the learning rate grows by the same factor in each update, from smallest to largest.
 
-    The updates are those of the run; extensions are not called. They end early when the loss is not finite, or grows
-    without end. Then everything is put back: the run that follows has the same bits as one without the search. Of several
-    parameter groups the largest rate is tried, and the others keep their proportion.
+    The updates are those of the run: its data, batch size, precision and ranks; extensions are not called. They end early
+    when the loss is not finite, or grows without end. Then everything is put back: the run that follows has the same bits as
+    one without the search. Of several parameter groups the largest rate is tried, and the others keep their proportion.
 
     Example::
 

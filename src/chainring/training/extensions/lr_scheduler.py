@@ -58,9 +58,10 @@ class LRScheduler(Extension):
     kept, and printed; if it has changed the learning rate of the optimizer, the saved rate is scaled by the ratio.
 
     It steps when its trigger fires, and triggers count updates: also one whose step the loss scaler of ``"fp16"`` has
-    skipped. ``ReduceLROnPlateau`` steps by the weighted mean of a reported value since the last step; if it was not
-    reported, there is no step, and one warning. A scheduler that is told how far training is, as those of timm are, gets the
-    number of completed epochs; after every update the number of updates, if its ``t_in_epochs`` is False.
+    skipped, or that had weight 0. ``ReduceLROnPlateau`` steps by the weighted mean of a reported value since the last step.
+    If it was not reported, there is no step, and one warning; there is one too if its mode is ``"min"`` and the key an
+    accuracy. A scheduler that is told how far training is, as those of timm are, gets the number of completed epochs; after
+    every update the number of updates, if its ``t_in_epochs`` is False.
 
     Example::
 

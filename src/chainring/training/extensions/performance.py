@@ -47,9 +47,10 @@ class Throughput(Extension):
     - ``examples_per_second``: of the batches that the updater converted, if it has `UpdateCallbacks` and knows their sizes.
     - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"``, and its sum is not the
       number of examples.
-    - ``model_flops_per_second``, with ``flops=True``: the operations of an update in those products and convolutions for
-      which ``torch.utils.flop_counter`` has a formula, an addition and a multiplication being two, times the updates a
-      second. They are counted in the first update after a start. What gradient checkpointing computes again does not count.
+    - ``model_flops_per_second``, with ``flops=True``: the floating-point operations of an update in those products and
+      convolutions for which ``torch.utils.flop_counter`` has a formula, an addition and a multiplication being two, times
+      the updates a second. They are counted in the first update after a start, over all ranks, and follow the number of
+      examples where batches differ. What gradient checkpointing computes again does not count.
     - ``mfu``, if the peak of the device is known: model FLOPs utilization, the part that they are of its peak.
     - ``goodput``: the part of the time since the run was first started that went into updates which were kept, and not into
       those that a kill or a rollback has undone, the time in between, evaluations or snapshots.
@@ -246,6 +247,7 @@ def _seconds_since_first_start(trainer: Trainer) -> float:
 
 
 def _peak_memory(device: torch.device | None) -> int:
+    """Return the peak of memory in bytes."""
     peak = None if device is None else getattr(torch.get_device_module(device), "max_memory_allocated", None)
     if peak is not None:
         return int(peak(device))
@@ -277,8 +279,9 @@ class SystemMetrics(Extension):
     - ``accelerator_percent``: the utilization of the models' accelerator over the last second or less, if its driver tells.
     - ``accelerator_memory_mib``: the memory that this process has allocated there now.
 
-    It measures when its trigger fires, and waits for nobody: each rank reports its own values, and a log contains their
-    means. Worker processes are in the values of the machine only; in a container, the machine is the host.
+    It measures when its trigger fires; if that is more often than the log's, a row contains the mean of several
+    measurements. A report takes less than a millisecond, and waits for nobody: each rank reports its own values, and a log
+    contains their means. Worker processes are in the values of the machine only; in a container, the machine is the host.
 
     Example::
 
@@ -347,8 +350,10 @@ class Profiler(PhaseWatch):
 
     The phases are ``data`` (fetching and converting a batch; ``first batch`` that of the first update, for which workers
     start), ``forward``, ``backward``, ``communication`` between ranks, ``step`` of the optimizer, ``update`` (what is around
-    it, and cannot be assigned to another phase), each extension (``extension:LogReport``), and ``loop`` (everything else).
-    The profiler never synchronizes: on an accelerator, a phase is the time until its work was submitted.
+    it, such as callbacks), each extension (``extension:LogReport``), and ``loop`` (everything else, such as triggers). In
+    another updater than a `StandardUpdater` what cannot be assigned to another phase counts as ``update``. The profiler
+    never synchronizes: on an accelerator, a phase is the time until its work was submitted. It costs less than a microsecond
+    a phase.
 
     Example::
 

@@ -173,8 +173,9 @@ class DumpGraph(Extension):
 
     The file is in DOT, the language of Graphviz; if its program ``dot`` is installed, an SVG is written too, and for
     programs a JSON. Boxes are parameters, with their shapes and the names under which they are saved, such as
-    ``main/predictor/l1/weight``; ellipses are operations. If the value is missing or has no graph, there is one warning,
-    and up to 10 attempts are made, one at each call.
+    ``main/predictor/l1/weight``; ellipses are operations. With ``accumulate`` it is the graph of the last micro-batch; for
+    a compiled model the one that remains after compilation. If the value is missing or has no graph, there is one warning,
+    and up to 10 attempts are made, one at each call: with a less frequent trigger graphs are held until it fires.
 
     Example::
 

@@ -60,8 +60,9 @@ def is_notebook(out: Any) -> bool:
 class ProgressBar(Extension):
     """Shows the progress of training: a tqdm bar in a terminal or notebook, plain lines anywhere else.
 
-    In a notebook the bar is an ipywidgets widget (``pip install 'chainring[notebook]'``), or text without ipywidgets. If
-    the stream cannot be written to, such as a closed pipe, there is a warning, and it shows no more in this run.
+    In a notebook the bar is an ipywidgets widget (``pip install 'chainring[notebook]'``), or text without ipywidgets. A
+    terminal that cannot overwrite a line (``TERM=dumb``) gets plain lines. If the stream cannot be written to, such as a
+    closed pipe, there is a warning, and it shows no more in this run.
 
     Example::
 

@@ -45,9 +45,10 @@ class RankTimes(PhaseWatch):
       ``other`` is what it takes in extensions more than the rank that takes least, since they wait for one another there.
 
     A rank that takes over 1.2 times the median is named in a line, with the stage that differs most, once until another
-    rank or stage is. On an accelerator the times are between events there, for which nobody waits. Waiting is taken for
-    work where the script calls ``torch.distributed`` itself, and, with a warning, in models of ``fully_shard`` and
-    ``parallelize_module``, and compiled ones of DDP.
+    rank or stage is. On an accelerator the times are between events there, for which nobody waits. Ranks exchange gradients
+    after the backward instead of within it, so that waiting is not taken for work; nor is it where data, a step, an
+    extension or a model of DDP waits in an exchange. It is where the script calls ``torch.distributed`` itself, and, with a
+    warning, in models of ``fully_shard`` and ``parallelize_module``, and compiled ones of DDP.
 
     Example::
 

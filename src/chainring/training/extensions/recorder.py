@@ -34,9 +34,9 @@ class Recorder(Extension):
     """Records fingerprints of every iteration, to compare runs: the loss, the batch, the random numbers, the parameters.
 
     The file, whose format is described under "The black box", takes at most 48 bytes per iteration: the bits of the loss,
-    and a 64-bit digest of the indices of the batch's examples. Every 32 iterations a digest of the random generators is
-    added; when the trigger fires, and before the first update, one of every parameter, buffer and optimizer tensor, which
-    does not depend on how they are sharded.
+    and a 64-bit digest of the indices of the batch's examples. Every 32 iterations, and when a snapshot is taken or the run
+    ends, a digest of the random generators from which was drawn is added; when the trigger fires, and before the first
+    update, one of every parameter, buffer and optimizer tensor, which does not depend on how they are sharded.
 
     - The loss is ``main/loss`` as the updater reports it, and the first other key, in alphabetical order, of which the last
       part is ``loss``. With several ranks, the loss and the generators are those of rank 0.
@@ -44,8 +44,8 @@ class Recorder(Extension):
       of 1,024 evenly spaced numbers of each array on the host; batches of other iterators, and those that a loader creates
       on a device, are not recorded.
 
-    Values are read from their device every 32 iterations and for a snapshot; up to that many iterations may be missing from
-    the file of a killed run. A run that resumes from a snapshot truncates the file to it.
+    Values stay on their device and are read every 32 iterations, and when a snapshot is taken; up to that many iterations
+    may be missing from the file of a killed run. A run that resumes from a snapshot truncates the file to it.
 
     Example::
 

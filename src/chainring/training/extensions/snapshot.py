@@ -68,8 +68,9 @@ class Snapshot(Extension):
     State that cannot be saved ends the run after its first update.
 
     A name with ``{.updater.iteration}`` belongs to one snapshot. Any other name, such as ``"best"``, is a symbolic link
-    to the snapshot ``<name>_iter_<iteration>``, which is replaced by a rename when the next one is committed. Of several
-    extensions with one name that fire in the same iteration one snapshot is written, kept while one of them retains it.
+    to the snapshot ``<name>_iter_<iteration>``, which is replaced by a rename when the next one is committed. Several
+    extensions may have the same name and different triggers: if they fire in the same iteration, one snapshot is written,
+    which is kept while at least one of them retains it.
 
     Example::
 
@@ -92,8 +93,9 @@ class Snapshot(Extension):
         frozen: False to leave out parameters that need no gradient; loading then does not change them.
         keep_best: the key of a reported value and a number, such as ``("validation/main/loss", 3)``: so many are kept of all
             that were taken, those with the best means of the value since the trigger last fired. Of equal ones the earlier
-            is better, and what is not finite never is. A fixed name leads to the best. Beside them the newest
-            ``n_retains`` are kept, by default none, or with ``autoload`` one.
+            is better, and what is not finite never is. A fixed name leads to the best, and is absent as long as none has a
+            value. One that is not among them is not written, except for the newest ``n_retains``, by default none, or with
+            ``autoload`` one.
         mode: ``"max"`` if greater is better, ``"min"`` if less; ``"auto"`` where the key of ``keep_best`` says it, as for
             `EarlyStoppingTrigger`.
 
@@ -281,6 +283,7 @@ class Snapshot(Extension):
             self._guard(write)
 
     def _is_wanted(self, trainer: Trainer, name: str) -> bool:
+        """Return whether a snapshot is to be taken now that it is due."""
         condition, iteration, comm = self._condition, trainer.updater.iteration, trainer.comm
         if condition is not None and not comm.broadcast_object(bool(condition())):
             return False

@@ -108,7 +108,8 @@ class BestValueTrigger(BestMean, Trigger):
 
     At each call it adds the value to a mean, with the weight of the update. When its own ``trigger`` fires, it compares
     the mean since that last fired with the best so far. The first mean is the best so far; an equal mean is not better,
-    whatever ``compare`` returns, and NaN never is. It sees what the update and extensions that run earlier have reported.
+    whatever ``compare`` returns, and NaN never is. It sees the values that were reported before it is called: by the
+    update, and by extensions that run earlier.
 
     Example::
 

@@ -7,9 +7,10 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
+from types import MemberDescriptorType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chainring._callables import defined_by, is_taken_apart, references
 from chainring._distributed.digests import sums_of
 from chainring._distributed.sharding import to_local
 from chainring._messages import info, warn
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 _TEXTS = re.compile(r"out of memory|(can't|cannot) allocate memory|not enough memory|ALLOC_FAILED", re.IGNORECASE)
 _NEVER = sys.maxsize
+_MAX_DEPTH = 6
 _OF_A_MODULE = ("_parameters", "_buffers", "_modules")  # looked at by themselves
 _ALIGNED = 64  # elements; kernels ask for less
 LESS = (
@@ -115,24 +118,31 @@ class Memory:
             self._tell(part, on_host)
 
     def _state_of(self, part: Part) -> dict[str, Any]:
-        """Return what a virtual rank may change besides parameters: attributes of modules, settings, and its batches.
+        """Return what a virtual rank may change besides parameters: settings, attributes, variables, and its batches.
 
         It is compared around the last try, and not around the first, so that nothing is paid where memory suffices: what
         the last try has changed, the ones before it may have changed too.
         """
-        scheme, metrics = part.update.scheme, {id(obj) for metric in self._metrics for obj in parts_of(metric)}  # put back
-        leaves = [leaf for batch in part.list_batches() for leaf in _leaves(batch)]
-        groups = {"its batch in place, ": {f"value {index}": leaf for index, leaf in enumerate(leaves)}}
-        groups["updater."] = {name: value for name, value in vars(scheme.updater).items() if name not in OWN_ATTRIBUTES}
-        for label, model in scheme.models.items():
-            for path, module in model.named_modules(prefix=label):
-                attributes = {} if id(module) in metrics else vars(module)
-                groups[f"{path}."] = {name: value for name, value in attributes.items() if name not in _OF_A_MODULE}
-            groups[f"requires_grad of model {label!r}"] = {"": [parameter.requires_grad for parameter in model.parameters()]}
+        scheme, updater = part.update.scheme, part.update.scheme.updater
+        modules = [item for label, model in scheme.models.items() for item in model.named_modules(prefix=label)]
+        counted = {id(obj): obj for metric in self._metrics for obj in parts_of(metric)}  # put back
+        apart = [getattr(updater.update_core, "__self__", None), *scheme.iterators.values(), *(obj for _, obj in modules)]
+        seen: dict[int, Any] = counted | {id(obj): obj for obj in apart}
+        values: list[tuple[str, Mapping[str, Any]]] = []
+        for index, leaf in enumerate(leaf for batch in part.list_batches() for leaf in _leaves(batch)):
+            is_array, has_gradient = isinstance(leaf, (Tensor, np.ndarray)), isinstance(leaf, Tensor) and leaf.is_leaf
+            fields = leaf if is_array else getattr(leaf, "__dict__", leaf)
+            values.append(("", {f"its batch in place, value {index}": fields}))
+            values.append(("", {f"the gradient of value {index} of it": leaf.grad if has_gradient else None}))
+        attributes = {name: item for name, item in _attributes(updater).items() if name not in OWN_ATTRIBUTES}
+        values += [("updater", attributes), ("callbacks", vars(updater.callbacks))]
         for name, optimizer in scheme.optimizers.items():
             for index, group in enumerate(optimizer.param_groups):
-                groups[f"optimizer {name!r}, group {index}, "] = {**group, "params": None}
-        return {f"{path}{name}": _shown(value) for path, group in groups.items() for name, value in group.items()}
+                values.append((f"optimizer {name!r}, group {index}, ", {**group, "params": None}))
+        for label, model in scheme.models.items():
+            values.append(("", {f"requires_grad of model {label!r}": [p.requires_grad for p in model.parameters()]}))
+        values += [(path, _attributes(module)) for path, module in modules if id(module) not in counted]
+        return {key: state for path, inside in values for key, state in _plain(path, inside, seen).items()}
 
     def _tell(self, part: Part, on_host: bool) -> None:
         again = f"memory ran out, and {_name(part)} was computed again, to the same bits"
@@ -155,18 +165,54 @@ def _may_retry(failure: BaseException, part: Part, has_tries: bool) -> bool:
     return obstacle is None and has_tries
 
 
-def _shown(value: Any) -> Any:
-    """Return what shows a change of a number, a text, a tensor or an array, or of those in a container."""
-    if isinstance(value, Tensor):
-        has_sum = value.layout is torch.strided and not value.is_quantized
-        return sums_of([to_local(value.detach())]) if has_sum else (id(value), value._version)
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, Iterator):  # which nobody knows the place of
-        return object()
-    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-        return [_shown(item) for item in (value.items() if isinstance(value, dict) else value)]
-    return value if isinstance(value, (bool, int, float, complex, str, bytes, np.generic)) else None
+def _plain(path: str, values: Mapping[str, Any], seen: dict[int, Any], depth: int = 0) -> dict[str, Any]:
+    """Return what shows a change of values, by name: of their numbers, texts and flags, at any depth, and of arrays.
+
+    Of containers also the length. What a function refers to is looked into, and the attributes of objects and classes that
+    PyTorch and Python do not define. Where an iterator is, nobody knows. What was ``seen`` is not looked into again.
+    """
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{path}.{name}".strip(".")
+        if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
+            plain[key] = value
+            continue
+        if id(value) in seen or depth > _MAX_DEPTH:
+            continue
+        seen[id(value)] = value
+        inside: dict[str, Any] = {}
+        if isinstance(value, Tensor):
+            has_digest = value.layout is torch.strided and not value.is_quantized
+            plain[key] = sums_of([to_local(value.detach())]) if has_digest else (id(value), value._version)
+        elif isinstance(value, np.ndarray):
+            plain[key] = value.tobytes()
+        elif isinstance(value, Iterator):
+            plain[key] = object()  # which is equal to no other
+        elif is_taken_apart(value):
+            inside = {label: item for _, label, item in references(value)}
+        elif isinstance(value, (type, SimpleNamespace)) or defined_by(type(value)) != "library":
+            inside = _attributes(value)
+        if isinstance(value, (set, frozenset)):
+            plain[key] = frozenset(value)
+        elif isinstance(value, (dict, list, tuple, deque)):
+            plain[key] = len(value)
+            if name not in _OF_A_MODULE:
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                inside |= {str(index): item for index, item in items}
+        plain |= _plain(key, inside, seen, depth + 1)
+    return plain
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    """Return the attributes of an object and its classes, or of a class, where the script or a package defines them."""
+    attributes: dict[str, Any] = {}
+    for cls in (obj if isinstance(obj, type) else obj.__class__).__mro__:
+        for name, item in vars(cls).items() if defined_by(cls) != "library" else ():
+            if isinstance(item, MemberDescriptorType):  # of __slots__
+                attributes[name] = getattr(obj, name, None)
+            elif not name.startswith("__"):
+                attributes[f"{cls.__name__}.{name}"] = item
+    return attributes if isinstance(obj, type) else attributes | getattr(obj, "__dict__", {})
 
 
 def _refuse(part: Part, error: BaseException, name: str) -> NoReturn:

@@ -139,6 +139,7 @@ class UpdateCallbacks:
         setattr(self, stage, tuple(other for other in self._callbacks_of(stage) if other != callback))
 
     def __bool__(self) -> bool:
+        """Return True if there is any callback."""
         return self.are_any
 
     def _callbacks_of(self, stage: str) -> tuple[Callback, ...]:
@@ -200,8 +201,9 @@ def list_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateContext], None]:
     """Clip the gradients by their total norm to ``max_norm``; report the norm before clipping as ``grad_norm``.
 
-    The norm is taken over all gradients of the optimizers that step together, as in ``torch.nn.utils.clip_grad_norm_``.
-    It stays on the device.
+    The norm is taken over all gradients of the optimizers that step together, as if they were one vector, like in
+    ``torch.nn.utils.clip_grad_norm_``: of all optimizers in the default update, of one where ``update_core`` calls
+    ``step`` for one after the other. It stays on the device.
 
     Args:
         max_norm: the largest norm allowed, above 0; infinity only reports the norm.

@@ -107,6 +107,9 @@ class StandardUpdater(Updater):
     `step`: precision, gradient accumulation and communication stay as they are. With ``accumulate=k``, one update runs
     ``update_core`` k times, and ``step`` takes effect in the last of them, on the gradients that were there at each call.
 
+    An optimizer whose ``step`` needs a closure, such as ``torch.optim.LBFGS``, is given one that computes the loss of the
+    same micro-batches each time it is called. The reported values are those of the first call: the loss before the step.
+
     The micro-batches of an update, and those of other ranks, are averaged by weight: the number of examples, or what the
     loss returns as ``"weight"`` beside ``"loss"``. So k micro-batches of b examples are equivalent to one batch of k * b
     examples. A micro-batch of weight 0 adds nothing, even if its loss is NaN; in an update of nothing else no optimizer
@@ -133,9 +136,11 @@ class StandardUpdater(Updater):
         callbacks: functions called around the stages of an update.
         comm: the communicator of the ranks that train together.
         compile: True to compile the loss, its gradients and the steps into one function with ``torch.compile``, captured
-            as a graph on an NVIDIA GPU; results are equal to float tolerance. With gradient accumulation, ranks, fp16, or
-            callbacks other than ``batch_on_finish``, only the loss and its gradients are compiled, and not captured. What
-            cannot be compiled runs uncompiled, and a warning says why.
+            as a graph on an NVIDIA GPU; results are equal to float tolerance. Compilation takes seconds before the first
+            update, and before the first batch of each other shape. With gradient accumulation, ranks, fp16, or callbacks
+            other than ``batch_on_finish``, only the loss and its gradients are compiled, and not captured. Virtual ranks,
+            closures, overridden stages, DDP and sharded parameters, a model that cannot be compiled, and any update with
+            torch before 2.13 run uncompiled, and a warning says why.
         virtual_ranks: the number of parts in which each update is computed, for any number of ranks; they are summed in a
             fixed order, so that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to
             ``virtual_ranks`` ranks. Virtual rank v computes the rows ``batch[v::virtual_ranks]`` with its own random
@@ -236,6 +241,7 @@ class StandardUpdater(Updater):
         self._scheme.update = self._scheme.idle = Update(proxy(self._scheme), UpdateContext(proxy(self), 0, 0))
 
     def _change_setting(self, name: str, value: Any) -> None:
+        """Let a setting hold from the next update on."""
         scheme, settings = self._scheme, vars(self)
         if name not in ("accumulate", "accumulate_across_epochs"):
             raise AttributeError(f"{name} is decided when an updater is made: {type(self).__name__}(..., {name}={value!r})")
@@ -393,6 +399,7 @@ class StandardUpdater(Updater):
             scheme.update.step(names)
 
     def _compute_gradients(self, batch: Any) -> Any:
+        """Add the gradients of a micro-batch, and return its loss."""
         scheme, update, compiled = self._scheme, self._scheme.update, self._scheme.compiled
         if compiled is not None and compiled.computes_gradients:
             run(self.callbacks.forward_on_start, update.context)
@@ -527,9 +534,11 @@ class StandardUpdater(Updater):
         Its gradients can be read until the next backward or update, which clears them.
 
         A closure is the same as in PyTorch: it computes the loss, calls ``self.backward(loss)``, or ``loss.backward()``,
-        and returns the loss. Gradients are cleared before each call, and exchanged and clipped after it. With accumulation,
-        each call runs the closures of all micro-batches; the optimizer gets the mean loss over micro-batches and ranks.
-        Gradients of a `backward` before ``step`` are made final first. Values are reported in the first call only.
+        and returns the loss. Before each call the optimizer's gradients are cleared; after it they are exchanged between
+        ranks, and the callbacks of communication and ``update_on_start`` run. With gradient accumulation, each call runs
+        the closures of all micro-batches; the optimizer gets the mean loss over micro-batches and ranks. Gradients of a
+        `backward` before ``step`` are made final first, for methods that start from them. Values are reported in the first
+        call only.
 
         Args:
             name: the name of the optimizer.
