@@ -11,8 +11,9 @@ from commanded import Commands, bits, build, commanded_at_its_end, recorded
 
 import chainring
 from chainring.cli import main
-from chainring.iterators import MixtureIterator
+from chainring.iterators import MixtureIterator, PackingIterator
 from chainring.testing import replay
+from chainring.training import StandardUpdater, Trainer, extensions
 
 GIVEN = ("lr=0.05", "call=count", "weights=web:0.9,code:0.1", "lr:nobody=1")
 
@@ -272,6 +273,47 @@ def test_changed_weights_lose_and_repeat_nothing():
     for name in ("a", "b"):
         ours = values[(values >= 1000) == (name == "b")] % 1000
         assert (ours == np.arange(len(ours)) % 50).all()
+
+
+def packing_run(out, stop, extension=lambda trainer: None, autoload=False):
+    """A training on packed documents of two sources, which other tokens tell apart."""
+    torch.manual_seed(0)
+    lengths = np.random.default_rng(0).integers(3, 20, size=(2, 50))
+    texts = {name: [np.arange(n) % 8 + 8 * i for n in lengths[i]] for i, name in enumerate(("web", "code"))}
+    rows = PackingIterator(MixtureIterator(texts, 8, weights={"web": 1, "code": 1}, seed=0), 32, 4)
+    model = torch.nn.EmbeddingBag(16, 1)
+    updater = StandardUpdater(
+        rows, torch.optim.SGD(model.parameters(), lr=0.1), model,
+        loss_func=lambda model, input_ids, document_ids, positions: model(input_ids).mean(),
+    )  # fmt: skip
+    trainer = Trainer(updater, stop if callable(stop) else (stop, "iteration"), out=str(out))
+    trainer.extend(extensions.snapshot(autoload=autoload), trigger=lambda trainer: trainer.updater.iteration == 2)
+    trainer.extend(lambda trainer: extension(trainer), name="extension")  # which a run with another one recognizes
+    return trainer
+
+
+def test_weights_of_a_mixture_whose_documents_are_packed_are_commanded(tmp_path):
+    """They hold for the documents that are fetched from then on, also where the run goes back to a snapshot before."""
+    out = tmp_path / "out"
+    commands = Commands(out, "weights=web:0.9,code:0.1")
+    trainer = packing_run(out, commands.ends, commands)
+    trainer.run()
+    (entry,), end = recorded(out), trainer.updater.iteration
+    at = entry["iteration"]
+    assert entry["was"] == "web:0.5,code:0.5"
+
+    def change(trainer):
+        if trainer.updater.iteration == at:
+            trainer.updater.get_iterator("main").source.change_weights({"web": 0.9, "code": 0.1})
+
+    plain, unchanged = packing_run(tmp_path / "plain", end, change), packing_run(tmp_path / "unchanged", end)
+    resumed = packing_run(out, end, autoload=True)
+    for run in (plain, unchanged, resumed):
+        run.run()
+    parameters = [run.updater.get_model("main").weight.tolist() for run in (trainer, plain, resumed, unchanged)]
+    assert parameters[0] == parameters[1] != parameters[3]
+    assert parameters[0] == parameters[2]
+    assert resumed.is_resumed
 
 
 def test_weights_of_a_function_are_not_changed():

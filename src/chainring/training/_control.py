@@ -22,7 +22,7 @@ from chainring._messages import info, printable
 from chainring._progress import Trainer
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._models import filled
-from chainring.training._run_directory import CONTROL, RECORD, parse_record
+from chainring.training._run_directory import CONTROL, RECORD, mixtures_of, parse_record
 from chainring.training.triggers.base import describe, get_stop_trigger
 
 LARGEST = 1 << 20
@@ -272,9 +272,8 @@ def _check(trainer: Trainer, command: Command) -> Any:
 
 
 def _mixture_of(trainer: Trainer, weights: Mapping[str, float]) -> Any:
-    iterators = trainer.updater.get_all_iterators()
-    sources = {name: each.sources.names for name, each in iterators.items() if hasattr(each, "change_weights")}
-    return iterators[choose_mixture(weights, sources)]
+    mixtures = mixtures_of(trainer)
+    return mixtures[choose_mixture(weights, {name: mixture.sources.names for name, mixture in mixtures.items()})]
 
 
 def _print_reported(trainer: Trainer, before: Mapping[str, Any]) -> None:

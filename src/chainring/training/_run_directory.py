@@ -379,6 +379,12 @@ def leaves(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def mixtures_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the mixtures by the names of the iterators that give their examples, or pack their documents."""
+    sources = {name: getattr(each, "source", each) for name, each in trainer.updater.get_all_iterators().items()}
+    return {name: source for name, source in sources.items() if hasattr(source, "change_weights")}
+
+
 def _settings_of(trainer: Trainer) -> dict[str, Any]:
     """Return the settings of a run as JSON values."""
     from chainring.training._provenance import provenance, withhold  # which nothing needs before a run
@@ -410,7 +416,7 @@ def _settings_of(trainer: Trainer) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "ranks": trainer.comm.world.size,
     }
-    mixtures = {name: each.sources.names for name, each in iterators.items() if hasattr(each, "change_weights")}
+    mixtures = {name: mixture.sources.names for name, mixture in mixtures_of(trainer).items()}
     return {
         **({"mixtures": mixtures} if mixtures else {}),
         **withhold(json.dumps({"config": as_json(trainer.config), "argv": sys.argv})),
