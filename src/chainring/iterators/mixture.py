@@ -216,7 +216,7 @@ class Block:
     owners: Indices  # the source of each
     slots: Indices  # as in an `Arrangement`
     following: Anchor
-    columns: Sequence[Indices] = ()  # the owners, and places in what gathers the examples, once a batch is gathered
+    columns: Sequence[Indices] = ()  # the places in what gathers the examples, once a batch is gathered
     found: int = 0  # of how many, if nothing is asked before a batch
 
     def spread(self, parts: Iterable[Indices]) -> Indices:
@@ -306,7 +306,7 @@ class MixtureIterator(MultiprocessIterator):
         self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
         self._at: Place = self._begin(), 0
         self._changes: dict[int, Place] = {}  # by position, where the weights were changed in this process
-        self._owners = np.empty(0, np.int64)  # the sources of the examples of the last batch, of all ranks
+        self._last = np.empty(0, np.int64), 0, 0  # sources, and where among them those of the last batch of all ranks are
         sources.seed_with(seed)
 
     @property
@@ -334,7 +334,8 @@ class MixtureIterator(MultiprocessIterator):
     @property
     def reported(self) -> dict[str, float]:
         """The share of each source in the batch last returned, which an updater reports."""
-        counts = np.bincount(self._owners, minlength=len(self.sources.names)).tolist()
+        owners, begin, end = self._last
+        counts = np.bincount(owners[begin:end], minlength=len(self.sources.names)).tolist()
         return {f"mixture/{name}": n / max(sum(counts), 1) for name, n in zip(self.sources.names, counts, strict=True)}
 
     @property
@@ -363,12 +364,14 @@ class MixtureIterator(MultiprocessIterator):
         stop = offset + self.batch_size
         # hot path: "the same, beside one array" of benchmarks/data.py. Nearly always a batch is inside a block.
         if self._blocks and (block := self._blocks[0]).anchor is anchor and stop < block.found:
-            at, (owners, *places) = (anchor, stop), [column[offset:stop] for column in block.columns]
+            at, last = (anchor, stop), (block.owners, offset, stop)
+            places = [column[offset:stop] for column in block.columns]
         else:
             owners, places, at = self._next_examples()
+            last = owners, 0, len(owners)
         if self.size > 1:
-            rows = self.rows_of_share(len(owners))
-            is_empty = not len(owners[rows])
+            rows = self.rows_of_share(len(places[0]))
+            is_empty = not len(places[0][rows])
             places = [column[slice(1) if is_empty else rows] for column in places]
         try:
             if self._gather is None:
@@ -379,7 +382,7 @@ class MixtureIterator(MultiprocessIterator):
             raise not_the_end(f"a dataset of iterator {self.name!r}") from error
         if is_empty:
             batch.weight = 0
-        self._at, self._owners, size = at, owners, self._orders.size
+        self._at, self._last, size = at, last, self._orders.size
         epoch, self.current_position = divmod(at[0].position + at[1], size)
         self._count_batch(epoch, epoch + self.current_position / size)
         return batch
@@ -389,17 +392,17 @@ class MixtureIterator(MultiprocessIterator):
         pieces, at = self._next_pieces(self._at)
         if not pieces:
             raise StopIteration
-        found = [[column[rows] for column in self._columns_of(block)] for block, rows in pieces]
+        found = [[block.owners[rows], *(column[rows] for column in self._columns_of(block))] for block, rows in pieces]
         owners, *places = map(np.concatenate, zip(*found, strict=True))
         return owners, places, at
 
     def _columns_of(self, block: Block) -> Sequence[Indices]:
         if (gather := self._gather) is None:
-            return [block.owners, block.numbers]
+            return [block.numbers]
         if not block.columns:
             _ = self.seed
             indices = block.spread(self.sources.indices_between(block.anchor.given, block.following.given))
-            block.columns = [block.owners, *gather.find(block.owners, indices)]
+            block.columns = gather.find(block.owners, indices)
             block.found = 0 if self._function is not None else len(indices)
         return block.columns
 
@@ -512,7 +515,8 @@ class MixtureIterator(MultiprocessIterator):
         return [f"{self.sources.names[source]}[{index}]" for source, _, index in found]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_blocks": []}
+        owners, begin, end = self._last
+        return {**super().__getstate__(), "_blocks": [], "_last": (owners[begin:end], 0, end - begin)}
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
