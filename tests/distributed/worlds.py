@@ -138,9 +138,8 @@ class Bench:
         folders = map(str, Path(__file__).parents[:2])
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
         os.environ["OMP_NUM_THREADS"] = "1"
-        self._context = multiprocessing.get_context(
-            "forkserver"
-        )  # one process imports torch, and all of run.py, for all ranks
+        # One process imports torch, and all of run.py, for all ranks.
+        self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["run", "torch._dynamo", "sklearn.datasets"])
         self.root = Path(tempfile.mkdtemp(prefix="chainring-ranks-"))
         self._known = {}

@@ -24,7 +24,7 @@ from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import counters_of, not_the_end
 from chainring.iterators.multiprocess import MultiprocessIterator
 from chainring.iterators.serial import EpochOrders, Segment, SerialIterator, require_indices, require_integer
-from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
 
 Weights = Mapping[str, float]
 
@@ -531,7 +531,7 @@ class MixtureIterator(MultiprocessIterator):
         given_seed, seed = self.sources.orders[0].seed, serializer("seed", self.seed if saving else None)
         anchor = self._anchor()
         position = serializer("position", anchor.position)
-        if visit_optional(serializer, "shuffle", self.shuffle) != self.shuffle and position:
+        if serializer("shuffle", self.shuffle) != self.shuffle and position:
             raise ValueError(
                 f"the saved run had shuffle={not self.shuffle} of iterator {self.name!r}, and took {position} examples: "
                 "some would come twice in a pass, others never. Resume with the same shuffle, or start a new run"

@@ -18,7 +18,7 @@ from chainring.datasets.base import Dataset
 from chainring.iterators.base import Iterator, counters_of
 from chainring.iterators.mixture import MixtureIterator, fetch_numbers
 from chainring.iterators.serial import IndexedIterator, SerialIterator, require_indices, require_integer
-from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_setting
 
 _LOOK_AHEAD = 1_024  # documents of which those are taken that fit into a row
 _CHUNK = 256  # documents that are fetched at once
@@ -100,7 +100,7 @@ class _Saved(NamedTuple):
     offset: int
     packed: int
     fetched: int
-    numbers: list[int] | None  # of the documents that wait, in states that have them
+    numbers: list[int]  # of the documents that wait
 
 
 class PackingIterator(Iterator):
@@ -261,7 +261,7 @@ class PackingIterator(Iterator):
             serializer("offset", at.offset),
             serializer("packed", at.packed),
             serializer("fetched", at.fetched),
-            visit_optional(serializer, "numbers", at.documents.numbers[at.order].tolist() if is_saving else None),
+            serializer("numbers", at.documents.numbers[at.order].tolist()),
         )
         self._serialize_counters(serializer)
         if not is_saving:
@@ -280,7 +280,7 @@ class PackingIterator(Iterator):
             while packing.fetched < saved.fetched and packing.fetch():
                 pass
             documents = packing.documents.at(np.isin(packing.documents.positions, saved.waiting))
-            if saved.numbers is not None and saved.numbers != documents.numbers.tolist():
+            if saved.numbers != documents.numbers.tolist():
                 raise ValueError(
                     f"the documents that wait in iterator {self.name!r} are others than in the saved run: some would come "
                     "twice, others never. Resume with the same seed, or start a new run"

@@ -298,10 +298,10 @@ class OptimizerState:
                     large = {k: v for k, v in entries.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
                     entries = entries | {key: shard_like(value, parameter) for key, value in large.items()}
                 by_position[position] = entries
-            ends = list(itertools.accumulate(map(len, theirs)))
-            groups = [  # with ranges, since PyTorch looks for each parameter among those of its group
-                {**group, "params": range(end - len(members), end)}
-                for group, members, end in zip(groups, theirs, ends, strict=True)
+            numbers = itertools.count()
+            groups = [
+                {**group, "params": _Positions(itertools.islice(numbers, len(members)))}
+                for group, members in zip(groups, theirs, strict=True)
             ]
             by_position |= visit_optional(serializer, "other_state", None) or {}
             load_optimizer(optimizer, by_position, groups, extra, made)
@@ -569,6 +569,13 @@ def _with_dtypes(loaded: Any, saved: Any) -> Any:
     if isinstance(saved, deque):
         return deque(map(_with_dtypes, loaded, saved), saved.maxlen)
     return saved if isinstance(saved, (str, np.ndarray)) else loaded
+
+
+class _Positions(list[int]):
+    """Consecutive numbers. PyTorch looks for each parameter among those of a group, which takes long in a long list."""
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and len(self) > 0 and self[0] <= number <= self[-1]
 
 
 def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
