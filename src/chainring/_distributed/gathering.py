@@ -6,7 +6,6 @@ import errno
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -173,10 +172,18 @@ def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
         return problem
     writer, first = next(iter(descriptions.items()))
     for rank, other in descriptions.items():
-        for one, another in zip_longest([first.place, *first.tensors], [other.place, *other.tensors]):
-            if one != another:
-                found = f"where rank {writer} has {one}, rank {rank} has {another}"
-                return f"all ranks save the same model, in one order, and {found}: give all ranks the same path and model"
+        if other.place != first.place:
+            return (
+                f"one rank writes for all, and rank {writer} would write to {first.place}, rank {rank} to {other.place}: "
+                "give all ranks the same path"
+            )
+        if other.tensors != first.tensors:
+            only_first = next((tensor for tensor in first.tensors if tensor not in other.tensors), None)
+            only_other = next((tensor for tensor in other.tensors if tensor not in first.tensors), None)
+            return (
+                f"all ranks save the same model, and rank {writer} has {only_first}, rank {rank} has {only_other}, or "
+                "another order"
+            )
     for number, (name, _, shape) in enumerate(first.tensors):
         regions = list(dict.fromkeys(region for rank in descriptions.values() for region in rank.regions[number]))
         if not is_partition(shape, regions):

@@ -262,16 +262,17 @@ def first_recorded_difference(
     """Return in how many iterations up to the first difference a replay is the same as its run, and that difference."""
     common = np.intersect1d(recorded.iterations, replayed.iterations)
     common = common[(common > after) & (common <= until)]
+    first: Difference | None = None
     names = [name for name in recorded.names if not name.startswith(MARK)]
-    found = [
-        Difference(int(differing[0]), kind, name)
-        for kind, name, _, differing in _recorded_rows(recorded, replayed, common, names)
-        if len(differing) and (kind != "generators" or with_generators)
-    ]
-    for iteration in recorded.digests.keys() & replayed.digests.keys() & set(common.tolist()):
+    for kind, name, _, differing in _recorded_rows(recorded, replayed, common, names):
+        is_compared = kind != "generators" or with_generators
+        if is_compared and len(differing) and (first is None or differing[0] < first.iteration):
+            first = Difference(int(differing[0]), kind, name)
+    for iteration in sorted(recorded.digests.keys() & replayed.digests.keys() & set(common.tolist())):
         digests, digests_replayed = recorded.digests[iteration], replayed.digests[iteration]
-        found += [Difference(iteration, "tensor", name) for name in digests if digests[name] != digests_replayed.get(name)]
-    first = min(found, key=lambda difference: difference.iteration, default=None)
+        names = [name for name, digest in digests.items() if digest != digests_replayed.get(name)]
+        if names and (first is None or iteration < first.iteration):
+            first = Difference(iteration, "tensor", names[0])
     return len(common) if first is None else int((common < first.iteration).sum()), first
 
 

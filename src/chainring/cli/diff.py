@@ -64,19 +64,31 @@ def run(options: argparse.Namespace) -> int:
 def facts_of(comparison: Comparison, replayed: Replayed | None = None) -> dict[str, Any]:
     """Return where two runs part, as values of JSON."""
     first, tensor, module = comparison.first, _first_tensor(comparison, replayed), replayed and replayed.module
-    of_replays = replayed and {
-        "from": replayed.begin, "to": replayed.end, "notes": replayed.notes,
-        "first": replayed.first and asdict(replayed.first), "module": module and asdict(module),
-    }  # fmt: skip
     return {
-        "same": comparison.is_same, "iteration": first and first.iteration, "exact": first and first.is_exact,
-        "after": first.after if first else comparison.same_until, "what": first and first.what,
-        "name": first and first.name, "difference": first and first.text,
-        "tensor": tensor and tensor.name, "tensor_iteration": tensor and tensor.iteration,
-        "module": module and module.name, "module_iteration": module and module.iteration, "replayed": of_replays,
+        "same": comparison.is_same,
+        "iteration": first and first.iteration,
+        "exact": first and first.is_exact,
+        "after": first.after if first else comparison.same_until,
+        "what": first and first.what,
+        "name": first and first.name,
+        "difference": first and first.text,
+        "tensor": tensor and tensor.name,
+        "tensor_iteration": tensor and tensor.iteration,
+        "module": module and module.name,
+        "module_iteration": module and module.iteration,
+        "replayed": replayed
+        and {
+            "from": replayed.begin,
+            "to": replayed.end,
+            "notes": replayed.notes,
+            "first": replayed.first and asdict(replayed.first),
+            "module": module and asdict(module),
+        },
         "settings": {name: list(values) for name, values in comparison.settings.items()},
-        "iterations": list(comparison.lasts), "compared": comparison.compared, "not_compared": comparison.not_compared,
-    }  # fmt: skip
+        "iterations": list(comparison.lasts),
+        "compared": comparison.compared,
+        "not_compared": comparison.not_compared,
+    }
 
 
 def _first_tensor(comparison: Comparison, replayed: Replayed | None) -> Difference | None:

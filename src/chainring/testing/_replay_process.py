@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from chainring.testing.replay import (
     recorded_threads,
 )
 from chainring.training.trainer import Trainer
+
+_SECONDS = 0.1  # between two notes of where a replay is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +73,13 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
     watch = Watch(task.condition and Condition(**task.condition))
     facts: dict[str, Any] = {"error": None, "thinned": None}
     capture = None if task.capture is None else Capture(trainer, *task.capture[:2], in_detail=task.capture[2])
+    due = 0.0
 
     def on_iteration(iteration: int) -> None:
-        task.path("position").write_text(f"{origin.iteration} {iteration}")
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + _SECONDS
+            task.path("position").write_text(f"{origin.iteration} {iteration}")
         if capture is not None:
             capture.look(iteration)
 
