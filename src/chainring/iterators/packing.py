@@ -55,17 +55,25 @@ class _Fetch(NamedTuple):
     before: IndexedIterator  # as it was then
 
 
+class _Pieces(NamedTuple):
+    """Documents, or parts of them, in rows; and what is left of a row, which is a piece of no document."""
+
+    numbers: Indices
+    counts: Indices  # of places
+    starts: Indices  # the places of their documents' first tokens, counted from the first place of the first row
+
+
 class _Rows(NamedTuple):
-    """Rows of whole documents that were found together. Pieces are these, and at the end of each row what is left."""
+    """Rows of whole documents that were found together."""
 
-    packed: Indices  # their places in the documents that waited
-    numbers: Indices  # of each piece
-    counts: Indices
-    tokens: list[NDArray[np.integer]]
+    places: Indices  # of the documents of the pieces, in those that waited
+    pieces: _Pieces
+    tokens: list[NDArray[np.integer]]  # of each piece
     ends: list[int]  # of rows, counted in pieces, and before them the beginning of the first
+    unused: list[int]  # how many places of each row are left
 
 
-_NO_ROWS = _Rows(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, [], [0])
+_NO_ROWS = _Rows(_NO_TOKENS, _Pieces(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS), [], [0], [])
 
 
 class _Position(NamedTuple):
@@ -87,9 +95,7 @@ class _Position(NamedTuple):
     @property
     def order(self) -> Indices:
         """The places of these documents, in the order of the stream."""
-        waits = np.ones(len(self.documents.positions), bool)
-        waits[self.rows.packed[: self.rows.ends[self.row] - self.row]] = False
-        return np.flatnonzero(waits)
+        return _all_but(self.rows.places[: self.rows.ends[self.row]], len(self.documents.positions))
 
 
 class _Saved(NamedTuple):
@@ -179,7 +185,8 @@ class PackingIterator(Iterator):
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        return (*divmod(self.at.packed, self.pass_size), self.pass_size)
+        size = self.pass_size
+        return (*divmod(self.at.packed, size), size)
 
     @property
     def pass_size(self) -> int:
@@ -187,7 +194,6 @@ class PackingIterator(Iterator):
         return max(self.source.progress[2] or 0, 1)
 
     def __next__(self) -> Batch:
-        _ = self.seed
         self._take_up_saved()
         mark = self.source.mark()
         try:
@@ -201,8 +207,7 @@ class PackingIterator(Iterator):
         self.at = packing.position()
         epoch, done, size = self.progress
         self._count_batch(epoch, epoch + done / size)
-        columns = dict(zip(("input_ids", "document_ids", "positions"), packing.write(rows), strict=True))
-        return self.take_share(Batch(columns=columns, length=rows, layout=COLUMNS))
+        return self.take_share(Batch(columns=packing.write(rows), length=rows, layout=COLUMNS))
 
     def reset(self) -> None:
         self.source.reset()
@@ -271,6 +276,7 @@ class PackingIterator(Iterator):
         """Fetch again the documents that wait in a state that was loaded."""
         if (saved := self._saved) is None:
             return
+        _ = self.seed
         mark, self.at = self.source.mark(), _Position(fetched=saved.first)
         packing = _Packing(self)
         try:
@@ -293,7 +299,7 @@ class PackingIterator(Iterator):
         except BaseException:
             self.source.return_to(mark)
             raise
-        self.at = _Position(documents, saved.offset, saved.packed, tuple(packing.fetches), packing.fetched)
+        self.at = _Position(documents, saved.offset, saved.packed, packing.fetches, packing.fetched)
         self._saved = None
 
 
@@ -303,30 +309,28 @@ class _Packing:
     def __init__(self, iterator: PackingIterator) -> None:
         self._iterator, at = iterator, iterator.at
         self.documents, self._offset, self._packed = at.documents, at.offset, at.packed
-        self.fetches, self.fetched, self._rows, self._row = list(at.fetches), at.fetched, at.rows, at.row
+        self.fetches, self.fetched, self._rows, self._row = at.fetches, at.fetched, at.rows, at.row
         self._separator = None if iterator.separator is None else np.array([iterator.separator])
         self._tokens: list[NDArray[np.integer]] = []  # of all rows, one after the other
-        self._pieces: list[Any] = []  # of which document, and how many tokens
-        self._begun = at.offset  # how many tokens of the first are in earlier rows
+        self._pieces: list[_Pieces] = []
+        self._unused: list[slice] = []  # places of all rows
         self._n_empty = 0  # documents without tokens that were fetched last
 
     def fill(self) -> int:
         """Find the pieces of documents that are the rows of a batch; return how many rows there are."""
         return self._fill_in_turn() if self._iterator.split else self._fill_by_length()
 
-    def write(self, rows: int) -> Iterable[NDArray[np.int64]]:
+    def write(self, rows: int) -> dict[str, NDArray[np.int64]]:
         """Return the ids, documents and positions of the rows that were filled."""
-        documents, counts = map(np.concatenate, zip(*self._pieces, strict=True))
-        ends = counts.cumsum()
-        starts = ends - counts
-        starts[0] -= self._begun
-        ids = np.concatenate(self._tokens, dtype=np.int64, casting="unsafe")
-        numbers, positions = documents.repeat(counts), starts.repeat(counts)
+        pieces: Any = self._pieces[0] if len(self._pieces) == 1 else map(np.concatenate, zip(*self._pieces, strict=True))
+        numbers, counts, starts = pieces
+        ids, documents = np.concatenate(self._tokens, dtype=np.int64), numbers.repeat(counts)
+        positions = starts.repeat(counts)
         np.subtract(self._iterator.counts[: len(ids)], positions, positions)
-        unused = np.flatnonzero(documents == _NONE)
-        for end, count in zip(ends[unused].tolist(), counts[unused].tolist(), strict=True):
-            positions[end - count : end] = 0
-        return (array.reshape(rows, -1) for array in (ids, numbers, positions))
+        for places in self._unused:
+            positions[places] = 0
+        columns = {"input_ids": ids, "document_ids": documents, "positions": positions}
+        return {name: column.reshape(rows, -1) for name, column in columns.items()}
 
     def _fill_in_turn(self) -> int:
         used, length, epoch = 0, self._iterator.length, None
@@ -334,61 +338,66 @@ class _Packing:
         while used < places and (len(self.documents.lengths) or self.fetch()):
             documents = self.documents
             if documents.epochs[0] != epoch and (left := -used % length):
-                self._leave(left)
+                self._leave(used, left)
                 used += left
                 continue
-            epoch = documents.epochs[0]
-            ends = documents.lengths.cumsum() + (used - self._offset)
-            starts = ends - documents.lengths
-            count = int(min(starts.searchsorted(places), np.count_nonzero(documents.epochs == epoch)))
-            is_cut = int(ends[count - 1]) > places
-            used = min(places, int(ends[count - 1]))
-            counts = np.minimum(ends[:count], places) - starts[:count]
-            tokens = documents.tokens[:count].tolist()
-            tokens[-1] = tokens[-1][: counts[-1]]
-            tokens[0] = tokens[0][self._offset :]
-            counts[0] -= self._offset
-            self._put(tokens, (documents.numbers[:count], counts), [count - 1] if is_cut else [])
-            self._offset = places - int(starts[count - 1]) if is_cut else 0
-            self._packed += count - is_cut
-            self.documents = self.documents.at(slice(count - is_cut, None))
-        self._leave(-used % length)
+            epoch, offset = documents.epochs[0], self._offset
+            ends = documents.lengths.cumsum() + (used - offset)
+            count = min(int(ends.searchsorted(places)) + 1, len(ends))
+            if documents.epochs[count - 1] != epoch:
+                count = int(np.count_nonzero(documents.epochs == epoch))
+            lengths, tokens, end = documents.lengths[:count], documents.tokens[:count].tolist(), int(ends[count - 1])
+            pieces = _Pieces(documents.numbers[:count], lengths.copy(), ends[:count] - lengths)
+            ended, self._offset, used = count, 0, min(end, places)
+            if end > places:  # the last goes on in the next batch
+                ended, self._offset = count - 1, int(lengths[-1]) - (end - places)
+                tokens[-1] = tokens[-1][: self._offset]
+                pieces.counts[-1] = self._offset
+            tokens[0] = tokens[0][offset:]
+            pieces.counts[0] -= offset
+            self._put(tokens, pieces, is_cut=end > places)
+            self._packed += ended
+            self.documents = documents.at(slice(ended, None))
+        self._leave(used, -used % length)
         return -(-used // length)
 
-    def _leave(self, places: int) -> None:
+    def _leave(self, used: int, places: int) -> None:
         """Leave the rest of a row unused."""
         if places:
-            self._put([np.zeros(places, np.int64)], ((_NONE,), (places,)), [0])
+            self._put([np.zeros(places, np.int64)], _Pieces(*np.array([[_NONE], [places], [used]])))
+            self._unused.append(slice(used, used + places))
 
-    def _put(self, tokens: list[NDArray[np.integer]], pieces: Any, unended: Iterable[int]) -> None:
-        """Put pieces of documents behind those that there are, with separators but for those that do not end."""
+    def _put(self, tokens: list[NDArray[np.integer]], pieces: _Pieces, is_cut: bool = False) -> None:
+        """Put pieces behind those that there are, with separators behind those that end a document."""
         if self._separator is not None:
             parts = [self._separator] * (2 * len(tokens))
             parts[::2] = tokens
-            for place in unended:
+            for place in np.flatnonzero(pieces.numbers == _NONE).tolist():
                 parts[2 * place + 1] = _NO_TOKENS
-            tokens = parts
+            tokens = parts[:-1] if is_cut else parts
         self._tokens += tokens
         self._pieces.append(pieces)
 
     def _fill_by_length(self) -> int:
-        filled, of_batch = 0, self._iterator.batch_size
+        filled, of_batch, length = 0, self._iterator.batch_size, self._iterator.length
         while filled < of_batch and self._look_ahead():
             rows, row = self._rows, self._row
-            self._row = min(row + of_batch - filled, len(rows.ends) - 1)
+            self._row = min(row + of_batch - filled, len(rows.unused))
+            found = slice(rows.ends[row], rows.ends[self._row])
+            numbers, counts, starts = (column[found] for column in rows.pieces)
+            self._put(rows.tokens[found], _Pieces(numbers, counts, starts + (filled - row) * length))
+            ends = enumerate(rows.unused[row : self._row], filled + 1)
+            unused = [slice(end * length - left, end * length) for end, left in ends if left]
+            self._unused += unused
+            self._packed += len(numbers) - len(unused)
             filled += self._row - row
-            first, last = rows.ends[row], rows.ends[self._row]
-            unused = [end - first - 1 for end in rows.ends[row + 1 : self._row + 1]]
-            self._put(rows.tokens[first:last], (rows.numbers[first:last], rows.counts[first:last]), unused)
-            self._packed += last - first - len(unused)
         return filled
 
     def _look_ahead(self) -> bool:
         """Find the next rows if none is left, in the documents of the pass or else of the next; return False at the end."""
-        while self._row == len(self._rows.ends) - 1:
-            waits = np.ones(len(self.documents.lengths), bool)
-            waits[self._rows.packed] = False
-            self.documents, self._rows, self._row = self.documents.at(np.flatnonzero(waits)), _NO_ROWS, 0
+        while self._row == len(self._rows.unused):
+            waiting = _all_but(self._rows.places, len(self.documents.lengths))
+            self.documents, self._rows, self._row = self.documents.at(waiting), _NO_ROWS, 0
             has_more = True
             while True:
                 epochs = self.documents.epochs
@@ -398,26 +407,29 @@ class _Packing:
             if not of_pass:
                 return False
             least = _LOOK_AHEAD if of_pass == len(epochs) and has_more else 1
-            chosen, unused = _find_rows(self.documents.lengths[:of_pass], least, self._iterator.length)
+            places, ends, unused = _find_rows(self.documents.lengths[:of_pass], least, self._iterator.length)
             if unused:
-                self._keep_rows(chosen, of_pass, unused)
+                self._keep_rows(places, ends, unused)
             else:  # these documents are all empty
                 self._packed += of_pass
                 self.documents = self.documents.at(slice(of_pass, None))
         return True
 
-    def _keep_rows(self, chosen: Indices, none: int, unused: list[int]) -> None:
-        """Keep rows of documents that were chosen, each with the number of none behind it, and so many places not used."""
-        pieces = self.documents.at(np.minimum(chosen, none - 1))
-        numbers, counts, tokens = pieces.numbers, pieces.lengths, pieces.tokens
-        ends, zeros = np.flatnonzero(chosen == none), np.zeros(max(unused), np.int64)
-        numbers[ends], counts[ends] = _NONE, unused
-        tokens[ends] = np.fromiter((zeros[:count] for count in unused), object, len(unused))
-        self._rows = _Rows(chosen[chosen < none], numbers, counts, tokens.tolist(), [0, *(ends + 1).tolist()])
+    def _keep_rows(self, places: Indices, ends: list[int], unused: list[int]) -> None:
+        """Keep rows of the documents at these places, and of none where places of a row are left."""
+        documents = self.documents
+        numbers, counts, tokens = documents.numbers[places], documents.lengths[places], documents.tokens[places]
+        gaps, left = np.flatnonzero(places == _NONE), [count for count in unused if count]
+        zeros = np.zeros(max(unused), np.int64)
+        numbers[gaps], counts[gaps] = _NONE, left
+        tokens[gaps] = np.fromiter((zeros[:count] for count in left), object, len(left))
+        pieces = _Pieces(numbers, counts, counts.cumsum() - counts)
+        self._rows = _Rows(places, pieces, tokens.tolist(), [0, *ends], unused)
 
     def fetch(self) -> bool:
         """Fetch documents; return False if there are no more."""
         iterator, source = self._iterator, self._iterator.source
+        _ = iterator.seed
         before, began, (epoch, position, _) = copy.copy(source), source.batch_end(), source.progress
         try:
             examples = list(next(source))
@@ -429,7 +441,7 @@ class _Packing:
         epochs = np.zeros_like(counted) if isinstance(source, MixtureIterator) else of_pass // iterator.pass_size
         waiting = self.documents.positions
         self.put_behind(examples, numbers, self.fetched + counted, epochs)
-        self.fetches = [*_needed(self.fetches, waiting), _Fetch(self.fetched, self.fetched + len(examples), before)]
+        self.fetches = *_needed(self.fetches, waiting), _Fetch(self.fetched, self.fetched + len(examples), before)
         self.fetched += len(examples)
         self._refuse_empty_passes()
         return True
@@ -472,29 +484,28 @@ class _Packing:
 
     def position(self) -> _Position:
         """Return where the next row begins."""
-        fetches = tuple(self.fetches)
-        return _Position(self.documents, self._offset, self._packed, fetches, self.fetched, self._rows, self._row)
+        return _Position(self.documents, self._offset, self._packed, self.fetches, self.fetched, self._rows, self._row)
 
 
-def _find_rows(lengths: Indices, least: int, length: int) -> tuple[Indices, list[int]]:
-    """Return the documents of each row, and how many of its places are not used, as long as so many wait at its beginning.
+def _find_rows(lengths: Indices, least: int, length: int) -> tuple[Indices, list[int], list[int]]:
+    """Find rows as long as so many documents wait at their beginning; a row takes the first that fits, again and again.
 
-    A row takes the first that fits, again and again; behind its last comes the number of documents, which is that of none.
+    Return the places of their documents, and that of none behind those of a row that is not full; where in these each row
+    ends; and how many of its places are left.
     """
-    none, first, shortest, packed = len(lengths), 0, int(lengths.min()), length + 1
+    count, first, shortest, packed = len(lengths), 0, int(lengths.min()), length + 1
     waiting = np.append(lengths, 0).astype(np.min_scalar_type(packed))  # the last fits always
-    sizes, fits, limit = waiting.data, bytearray(none + 1), np.zeros((), waiting.dtype)
+    sizes, fits, limit = waiting.data, bytearray(count + 1), np.zeros((), waiting.dtype)
     fitting = np.frombuffer(fits, bool)
-    chosen: list[int] = []
-    unused: list[int] = []
+    n_waiting, chosen, ends, unused = count, list[int](), list[int](), list[int]()
     # hot path: "whole documents, packed" of benchmarks/data.py. What is called for each document is looked up once.
     find, less_equal, choose = fits.find, np.less_equal, chosen.append
-    while none - len(chosen) + len(unused) >= least:
+    while n_waiting >= least:
         begin, left = len(chosen), length
         while sizes[first] == packed:
             first += 1
         at = first  # which fits into an empty row
-        while at < none:
+        while at < count:
             left -= sizes[at]
             sizes[at] = packed  # which fits nowhere
             choose(at)
@@ -510,9 +521,19 @@ def _find_rows(lengths: Indices, least: int, length: int) -> tuple[Indices, list
             break
         if left >= shortest:  # nothing that waits fits into what is left
             shortest = left + 1
-        choose(none)
+        n_waiting -= len(chosen) - begin
+        if left:
+            choose(_NONE)
+        ends.append(len(chosen))
         unused.append(left)
-    return np.array(chosen, np.int64), unused
+    return np.array(chosen, np.int64), ends, unused
+
+
+def _all_but(places: Indices, count: int) -> Indices:
+    """Return so many places but for these, among which those of none do not count."""
+    waits = np.ones(count + 1, bool)  # the last place is that of none
+    waits[places] = False
+    return np.flatnonzero(waits[:-1])
 
 
 def _needed(fetches: Iterable[_Fetch], waiting: Sequence[int] | Indices) -> list[_Fetch]:
