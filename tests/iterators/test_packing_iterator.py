@@ -344,9 +344,11 @@ def test_a_document_that_is_shorter_at_a_resume_than_what_is_packed_of_it_is_ref
         (([np.arange(3)], 8, 0), {}, ValueError),
         (([np.arange(3)], 8, 1), {"separator": "</s>"}, TypeError),
         (([np.arange(3)], 8, 1), {"separator": 2**63}, ValueError),
+        (([np.arange(3)], 2**62, 1), {}, ValueError),
+        (([np.arange(3)], 8, 2**50), {"split": False}, ValueError),
     ],
 )
 def test_wrong_settings_are_refused(arguments, settings, error):
-    """When it is made."""
-    with pytest.raises(error):
+    """When it is made, in its own words."""
+    with pytest.raises(error, match=r", got |; got |smaller length or batch size"):
         PackingIterator(*arguments, **settings)

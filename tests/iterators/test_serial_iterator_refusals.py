@@ -1,13 +1,21 @@
 """SerialIterator: what is refused at construction."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from chainring.iterators import MultiprocessIterator, SerialIterator
+from chainring.iterators import (
+    BucketOrderSampler,
+    LoaderIterator,
+    MixtureIterator,
+    MultiprocessIterator,
+    PackingIterator,
+    SerialIterator,
+)
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.0, True, "2", None])
@@ -32,11 +40,31 @@ def test_what_is_no_dataset_is_refused_with_the_remedy(dataset):
         SerialIterator(dataset, 2)
 
 
-@pytest.mark.parametrize("kwargs", [{"seed": 1.5}, {"seed": True}, {"order_sampler": [0, 1]}, {"shuffle": "no"}])
+@pytest.mark.parametrize("kwargs", [{"seed": 1.5}, {"seed": True}, {"order_sampler": [0, 1]}])
 def test_settings_of_another_kind_are_refused(kwargs):
     """A seed is an integer, a sampler is called."""
     with pytest.raises(TypeError, match="got"):
         SerialIterator([1, 2], 1, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "flags"),
+    [
+        (partial(SerialIterator, [1, 2], 1), ("repeat", "shuffle", "example_rng")),
+        (partial(MixtureIterator, {"a": [1, 2]}, 1, weights={"a": 1}), ("repeat", "shuffle", "drop_finished")),
+        (partial(PackingIterator, [[1, 2]], 4, 1), ("split", "repeat", "shuffle")),
+        (partial(LoaderIterator, [[1, 2]]), ("per_rank", "repeat")),
+        (partial(BucketOrderSampler, [1, 2], 1), ("drop_last",)),
+    ],
+    ids=["serial", "mixture", "packing", "loader", "sampler"],
+)
+def test_what_is_true_or_false_is_not_guessed_of_a_word(make, flags):
+    """Of a configuration, for example, where "no" would count as true; numbers and NumPy's bools are taken."""
+    for flag in flags:
+        with pytest.raises(TypeError, match=f"^{flag} is True or False, got 'no'$"):
+            make(**{flag: "no"})
+        make(**{flag: np.bool_(flag == "repeat")})
+        make(**{flag: int(flag == "repeat")})
 
 
 class _Remembering:

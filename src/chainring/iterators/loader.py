@@ -16,6 +16,7 @@ from chainring._random import digest
 from chainring.iterators._order import Marks, contents, find_difference, marks_of
 from chainring.iterators._passes import Passes, Position, source_of
 from chainring.iterators.base import Batch, Iterator, counters_of
+from chainring.iterators.serial import require_flag
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional, visit_setting
 
 
@@ -101,8 +102,8 @@ class LoaderIterator(Iterator):
         self.loader: Any = loader  # first, so that what it does not save is named by this path
         source = source_of(loader)
         self.epoch_length = plain(epoch_length)
-        self.per_rank = per_rank
-        self.repeat = repeat
+        self.per_rank = require_flag("per_rank", per_rank)
+        self.repeat = require_flag("repeat", repeat)
         self.batch_size = getattr(loader, "batch_size", None) or 1
         self._batch_size_is_known = getattr(loader, "batch_size", None) is not None
         self._passes = Passes(source, self)

@@ -23,7 +23,7 @@ from chainring.datasets.combined import arrays_of
 from chainring.iterators._order import Epochs, members_of, refuse_labels
 from chainring.iterators.base import counters_of, not_the_end
 from chainring.iterators.multiprocess import MultiprocessIterator
-from chainring.iterators.serial import EpochOrders, Segment, SerialIterator, require_indices, require_integer
+from chainring.iterators.serial import EpochOrders, Segment, SerialIterator, require_flag, require_indices, require_integer
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
 
 Weights = Mapping[str, float]
@@ -293,13 +293,14 @@ class MixtureIterator(MultiprocessIterator):
         for dataset in inner:
             require_indices(dataset, 'of a mapping take one of its values, such as splits["train"]')
         refuse_labels(member for dataset in inner for member in members_of(dataset))
+        self.drop_finished = require_flag("drop_finished", drop_finished)
         if drop_finished and repeat:
             raise ValueError("no source ever ends with repeat=True; drop_finished=True is for repeat=False")
         workers = require_integer("n_processes", n_processes, 0)
-        sources = Sources([str(name) for name in datasets], inner, bool(shuffle))
+        sources = Sources([str(name) for name in datasets], inner, require_flag("shuffle", shuffle))
         super().__init__(sources, batch_size, repeat, shuffle, max(workers, 1), seed=seed)
         self._seeds_examples = any(type(dataset) not in (list, tuple) for dataset in inner)
-        self.n_processes, self.sources, self.drop_finished = workers, sources, bool(drop_finished)
+        self.n_processes, self.sources = workers, sources
         self._function = weights if callable(weights) else None
         self._given = None if callable(weights) else sources.ratios(weights, self.repeat)
         self._blocks: list[Block] = []  # the newest, and the one before

@@ -17,7 +17,7 @@ from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets.base import Dataset
 from chainring.iterators.base import Iterator, counters_of
 from chainring.iterators.mixture import MixtureIterator, fetch_numbers
-from chainring.iterators.serial import IndexedIterator, SerialIterator, require_indices, require_integer
+from chainring.iterators.serial import IndexedIterator, SerialIterator, require_flag, require_indices, require_integer
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_setting
 
 _LOOK_AHEAD = 1_024  # documents of which those are taken that fit into a row
@@ -168,14 +168,20 @@ class PackingIterator(Iterator):
         if abs(separator or 0) > _LARGEST_TOKEN:
             raise ValueError(f"a separator is a token, an index below 2**63; got {separator}")
         self.length, self.batch_size = require_integer("length", length, 1), require_integer("a batch size", batch_size, 1)
-        self.separator, self.split = plain(separator), bool(split)
+        self.separator, self.split = plain(separator), require_flag("split", split)
         self.source: IndexedIterator = (
             dataset if isinstance(dataset, IndexedIterator) else SerialIterator(dataset, _CHUNK, repeat, shuffle, seed=seed)
         )
         self.repeat = self.source.repeat
         self.at = _Position()
         self._saved: _Saved | None = None  # a state that was loaded, until the documents that wait are fetched
-        self.counts = np.arange(self.batch_size * self.length)
+        try:
+            self.counts = np.arange(self.batch_size * self.length)
+        except (MemoryError, ValueError) as error:
+            raise ValueError(
+                f"a batch is kept in memory, and {self.batch_size} rows of {self.length} tokens do not fit; "
+                "take a smaller length or batch size"
+            ) from error
 
     @property
     def seed(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from chainring._random import Indices, epoch_order, stable_hash
-from chainring.iterators.serial import require_integer
+from chainring.iterators.serial import require_flag, require_integer
 
 
 class BucketOrderSampler:
@@ -42,7 +42,7 @@ class BucketOrderSampler:
         self.lengths = _to_column("lengths", lengths)
         self.batch_size = require_integer("batch_size", batch_size, 1)
         self.pool = require_integer("pool", pool, 1)
-        self.drop_last = drop_last
+        self.drop_last = require_flag("drop_last", drop_last)
         if drop_last and len(self.lengths) < self.batch_size:
             raise ValueError(
                 f"drop_last=True leaves no batch of {self.batch_size} out of {len(self.lengths)} examples; "

@@ -77,13 +77,11 @@ class IndexedIterator(Iterator):
             dataset, "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
         )
         self.batch_size = self.step = require_integer("a batch size", batch_size, 1)
-        if shuffle is not None and not isinstance(shuffle, (bool, np.bool_, int)):
-            raise TypeError(f"shuffle is True, False or None, got {shuffle!r}")
         if seed is not None and not is_integer(seed):
             raise TypeError(f"a seed is an integer or None, got {seed!r}")
         self.dataset: Any = by_position(dataset)
-        self.repeat = repeat
-        self.shuffle = shuffle is None or bool(shuffle)
+        self.repeat = require_flag("repeat", repeat)
+        self.shuffle = shuffle is None or require_flag("shuffle", shuffle)
         self._batch_size_is_known = not hasattr(order_sampler, "batch_ends")
         self._orders = EpochOrders(self.dataset, self.shuffle, order_sampler, None if seed is None else int(seed))
         # What is to be told of each epoch is not gathered at once: a batch may cross the end of one.
@@ -92,7 +90,7 @@ class IndexedIterator(Iterator):
         self._epochs = Epochs(members)
         self._gather = None if self._epochs.members else make_gather(self.dataset)
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
-        self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
+        self._seeds_examples = require_flag("example_rng", example_rng) and type(dataset) not in (list, tuple)
         if repeat and self._orders.size == 0:
             raise ValueError(
                 f"an iterator for training needs at least one example, and this {type(dataset).__name__} has length 0; "
@@ -467,3 +465,10 @@ def require_integer(name: str, value: Any, least: int) -> int:
     if not is_integer(value) or value < least:
         raise ValueError(f"{name} is an integer of at least {least}, got {value!r}")
     return int(value)
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """Return True or False, or refuse what only counts as one of them, such as ``"no"``."""
+    if not isinstance(value, (bool, np.bool_, int)):
+        raise TypeError(f"{name} is True or False, got {value!r}")
+    return bool(value)
