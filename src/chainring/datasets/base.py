@@ -206,7 +206,10 @@ def _gather_at_once(columns: Sequence[Sequence[NDArray[Any]]], is_tuple: bool) -
         return tuple(map(call, takes, places))
 
     def find(owners: Indices, indices: Indices) -> list[Indices]:
-        return [starts.take(owners) + indices * step for starts, step in steps]
+        places = [starts.take(owners) for starts, _ in steps]
+        for column, (_, step) in zip(places, steps, strict=True):
+            column += indices if step == 1 else indices * step
+        return places
 
     return JointGather(find, take if is_tuple else lambda places: takes[0](places[0]), columns)
 
