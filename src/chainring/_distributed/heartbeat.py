@@ -269,35 +269,40 @@ class Heartbeat:
     def _find_late(self) -> None:
         """Find out which ranks have not arrived, and publish it; if another rank asks, it does."""
         self._next_question = time.monotonic() + _ANSWER + _TURN
-        answer = self._store.call(lambda store: [self._ask(store)], _ANSWER + 2 * _TURN) if self._store.answers() else None
-        if answer is not None:
-            if (answers := answer[0]) is None:
-                return  # another rank asks
-            # Not in the thread of the store, which meanwhile answers the others.
+        asked = self._store.call(lambda store: [self._ask(store)], _ANSWER + 2 * _TURN) if self._store.answers() else None
+        if asked is None:
+            records, asking = self._records_without_store(), [self._rank]
+        elif (answers := asked[0]) is None:
+            return  # another rank asks
+        else:  # not in the thread of the store, which meanwhile answers the others
             records = {rank: answers.get(rank) or self._describe_silent(rank) for rank in range(self._size)}
-        else:  # the store does not answer: of ranks on other machines nothing is known
-            records = {rank: Record(rank) for rank in range(self._size)}
-            boards = {rank: process.read_board() for rank, process in self._processes.items()}
-            for rank, board in boards.items():
-                if board is not None:
-                    records[rank] = board[0] if board[1] < _SILENCE else self._describe_silent(rank)
-            records[self._rank] = self._progress.record()
-            is_lost = time.monotonic() > self._store.answered_at + _PATIENCE  # and not only slow
-            if self._rank and is_lost and not any(record.state for record in records.values()):
-                state = "The store through which the ranks have met does not answer; rank 0 has it, unless torchrun has."
-                records[0] = Record(0, state=state)
+            asking = list(records)
         waited = self._timeout - 2 * _TURN
         if self._must_ask:  # its exchange has ended by a timeout
             records[self._rank].waited = max(records[self._rank].waited, waited)
-        verdict = judge(records, [self._rank] if answer is None else records, waited, self._timeout)
+        verdict = judge(records, asking, waited, self._timeout)
         if verdict is None:
-            self._next_question = time.monotonic() + (_SILENCE if answer is None else max(_PATIENCE, self._timeout / 10))
+            self._next_question = time.monotonic() + (_SILENCE if asked is None else max(_PATIENCE, self._timeout / 10))
             return
         late, text = verdict
         collectives = dict(records[late[0]].collectives or {}) if late else {}
         self._publish(failure := Failure(text, self._rank, late, collectives), _SILENCE)
         if self.failure is None:
             self._known_at, self.failure = time.monotonic(), failure
+
+    def _records_without_store(self) -> dict[int, Record]:
+        """Return what is known of the ranks when the store does not answer: of those on other machines, nothing."""
+        records = {rank: Record(rank) for rank in range(self._size)}
+        boards = {rank: process.read_board() for rank, process in self._processes.items()}
+        for rank, board in boards.items():
+            if board is not None:
+                records[rank] = board[0] if board[1] < _SILENCE else self._describe_silent(rank)
+        records[self._rank] = self._progress.record()
+        is_lost = time.monotonic() > self._store.answered_at + _PATIENCE  # and not only slow
+        if self._rank and is_lost and not any(record.state for record in records.values()):
+            state = "The store through which the ranks have met does not answer; rank 0 has it, unless torchrun has."
+            records[0] = Record(0, state=state)
+        return records
 
     def _describe_silent(self, rank: int) -> Record:
         """Return what is known of a rank that does not answer, which is its last record if it is on this machine."""

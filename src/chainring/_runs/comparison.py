@@ -304,6 +304,10 @@ def _compare_recorders(comparison: Comparison, a: Ledger, b: Ledger) -> None:
             comparison.differences.append(Difference(iteration, kind, name, text, _before(known.tolist(), iteration, 1)))
     for iteration in same[-1:].tolist():
         comparison.add_same(iteration)
+    _compare_digests(comparison, a, b)
+
+
+def _compare_digests(comparison: Comparison, a: Ledger, b: Ledger) -> None:
     common = sorted(a.digests.keys() & b.digests.keys())
     if common:
         comparison.compared.append(f"{len(a.digests[common[-1]])} tensors after {_ranges(common)}, by their digests")
