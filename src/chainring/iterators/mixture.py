@@ -217,17 +217,17 @@ class Block:
     slots: Indices  # as in an `Arrangement`
     following: Anchor
     columns: Sequence[Indices] = ()  # the places in what gathers the examples, once a batch is gathered
-    found: int = 0  # of how many, if nothing is asked before a batch
+    ready: int = 0  # for how many examples they are there, if nothing is asked before a batch
 
-    def spread(self, parts: Iterable[Indices]) -> Indices:
-        """Return values of all examples in their order, of those of each source one after the other."""
+    def interleave(self, parts: Iterable[Indices]) -> Indices:
+        """Put values of all examples into their order, of which those of each source come one after the other."""
         return np.concatenate([*parts]).take(self.slots)
 
     @cached_property
     def numbers(self) -> Indices:
         """Those by which `Sources` knows the examples."""
         given, count = zip(self.anchor.given, self.following.given, strict=True), len(self.anchor.given)
-        return self.spread(np.arange(first, end) * count + source for source, (first, end) in enumerate(given))
+        return self.interleave(np.arange(first, end) * count + source for source, (first, end) in enumerate(given))
 
 
 Piece = tuple[Block, slice]
@@ -364,7 +364,7 @@ class MixtureIterator(MultiprocessIterator):
         (anchor, offset), is_empty = self._at, False
         stop = offset + self.batch_size
         # hot path: "the same, beside one array" of benchmarks/data.py. Nearly always a batch is inside a block.
-        if self._blocks and (block := self._blocks[0]).anchor is anchor and stop < block.found:
+        if self._blocks and (block := self._blocks[0]).anchor is anchor and stop < block.ready:
             at, last = (anchor, stop), (block.owners, offset, stop)
             places = [column[offset:stop] for column in block.columns]
         else:
@@ -402,9 +402,9 @@ class MixtureIterator(MultiprocessIterator):
             return [block.numbers]
         if not block.columns:
             _ = self.seed
-            indices = block.spread(self.sources.indices_between(block.anchor.given, block.following.given))
+            indices = block.interleave(self.sources.indices_between(block.anchor.given, block.following.given))
             block.columns = gather.find(block.owners, indices)
-            block.found = 0 if self._function is not None else len(indices)
+            block.ready = 0 if self._function is not None else len(indices)
         return block.columns
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
