@@ -122,13 +122,15 @@ def iterated(dataset: Any, workers: int, example_rng: bool = True) -> Stream:
         source.finalize()
 
 
-def mixture_of(*columns: np.ndarray) -> Make:
-    """Return what reads two halves of the rows by weights of 7 and 3."""
+def mixture_of(*columns: np.ndarray, by_function: bool = False) -> Make:
+    """Return what reads two halves of the rows by weights of 7 and 3, or by a function that returns these."""
     half = len(columns[0]) // 2
     halves = {str(part): TupleDataset(*(column[part] for column in columns)) for part in (np.s_[:half], np.s_[half:])}
 
     def mixed(_: Any, workers: int) -> Stream:
-        source = MixtureIterator(halves, BATCH, weights=dict(zip(halves, (7, 3), strict=True)), n_processes=workers)
+        weights = dict(zip(halves, (7, 3), strict=True))
+        given = (lambda _: weights) if by_function else weights
+        source = MixtureIterator(halves, BATCH, weights=given, n_processes=workers)
         try:
             yield from map(concat_examples, source)
         finally:
@@ -248,6 +250,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         columns = draw.standard_normal((20_000, 784), dtype=np.float32), draw.integers(0, 10, 20_000)
         arrays = TupleDataset(*columns)
+        asking = mixture_of(*columns, by_function=True)
         images = Images(Path(directory), 4_000)
         lengths = np.exp(draw.normal(5.5, 1, 20_000)).astype(int).clip(1, LENGTH)
         documents = [draw.integers(0, 50_000, length) for length in lengths]
@@ -255,6 +258,7 @@ def main() -> int:
             "arrays in memory": (arrays, 5, (loaded, iterated)),
             "a mixture of arrays": (arrays, 5, (loaded, mixture_of(*columns))),
             "the same, beside one array": (arrays, 5, (iterated, mixture_of(*columns)), BUDGET_BESIDE_SERIAL, (0,)),
+            "the same, by a function": (arrays, 5, (iterated, asking), BUDGET_BESIDE_SERIAL, (0,)),
             "documents, packed": (documents, 1, (packed_by_hand, packed), BUDGET, (0,)),
             "whole documents, packed": (documents, 1, (packed_by_hand, packed_whole), BUDGET, (0,)),
             "images, Pillow": (images, 2, (loaded, iterated)),

@@ -384,11 +384,35 @@ def test_an_error_of_a_dataset_names_the_source_and_the_index_there(workers):
 
 def test_a_function_of_weights_that_has_no_more_is_not_the_end_of_the_data():
     """Such as one that takes the next of a list: a run that ended there would look complete."""
-    each = iter([{"s0": 1, "s1": 1}] * 3)
+    each = iter([{"s0": 1, "s1": 1}] * 5)
     iterator = MixtureIterator(sources([3, 3]), 2, weights=lambda count: next(each), seed=0)
     taken(iterator, 2)
     with pytest.raises(RuntimeError, match="the function of the weights raised StopIteration"):
         next(iterator)
+
+
+def test_a_function_of_weights_that_draws_is_refused():
+    """At construction, by two calls between which the generators differ; the run's own numbers stay as they are."""
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    for draw in (random.random, np.random.random, lambda: torch.rand(()).item()):
+        with pytest.raises(ValueError, match=r"nothing but the number of examples.*default_rng"):
+            MixtureIterator(sources([3, 3]), 2, weights=lambda count, draw=draw: {"s0": 1, "s1": draw()}, seed=0)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_function_may_return_one_mapping_that_it_changes():
+    """The weights of a batch are those that it has then."""
+    weights = {"s0": 1.0, "s1": 0.0}
+
+    def weights_at(count):
+        weights["s1"] = float(count >= 20)
+        return weights
+
+    asked = taken(MixtureIterator(sources([30, 30]), 10, weights=weights_at, shuffle=False), 4)
+    made_anew = lambda count: {"s0": 1.0, "s1": float(count >= 20)}  # noqa: E731
+    assert asked.tolist() == taken(MixtureIterator(sources([30, 30]), 10, weights=made_anew, shuffle=False), 4).tolist()
 
 
 def test_other_sources_at_a_resume_are_refused():

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chainring._random import Indices, epoch_orders, preserve_host_rng, stable_hash
+from chainring._random import Indices, epoch_orders, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._batches import COLUMNS, Batch
 from chainring.datasets.base import Dataset, JointGather, make_joint_gather, require_datasets
 from chainring.datasets.combined import arrays_of
@@ -153,13 +153,8 @@ class Sources:
         computed = epoch_orders(dict.fromkeys(item for orders, n, *_ in wanted for item in orders.lacking(n)))
         return [orders.segment(n, first, end, computed)[1] for orders, n, first, end in wanted]
 
-    def ratios(
-        self, weights: Any, repeat: bool, given: Sequence[int] = (), began: Sequence[int] = ()
-    ) -> tuple[Fraction, ...]:
-        """Return weights in the order of the sources; decimal numbers are what they are written as.
-
-        What has ended stays out: without ``repeat``, a source that has given all its examples since it began.
-        """
+    def ratios(self, weights: Any, repeat: bool) -> tuple[Fraction, ...]:
+        """Return weights in the order of the sources; decimal numbers are what they are written as."""
         names = self.names
         if not isinstance(weights, Mapping):
             got = type(weights).__name__
@@ -177,9 +172,10 @@ class Sources:
         ratios = tuple(numbers[name] or Fraction(0) for name in names)
         if not any(ratios):
             raise ValueError(f"at least one weight is above 0, got {dict(weights)}")
-        ratios = tuple(ratio / sum(ratios) for ratio in ratios)
-        if repeat or not given:
-            return ratios
+        return tuple(ratio / sum(ratios) for ratio in ratios)
+
+    def without_ended(self, ratios: Iterable[Fraction], given: Sequence[int], began: Sequence[int]) -> tuple[Fraction, ...]:
+        """Return 0 for each source that has given all its examples since it began."""
         rows = zip(ratios, given, self.ends(began), strict=True)
         return tuple(ratio if count < end else Fraction(0) for ratio, count, end in rows)
 
@@ -217,7 +213,7 @@ class Block:
     slots: Indices  # as in an `Arrangement`
     following: Anchor
     columns: Sequence[Indices] = ()  # the places in what gathers the examples, once a batch is gathered
-    ready: int = 0  # for how many examples they are there, if nothing is asked before a batch
+    ready: int = 0  # for how many examples they are there
 
     def interleave(self, parts: Iterable[Indices]) -> Indices:
         """Put values of all examples into their order, of which those of each source come one after the other."""
@@ -268,8 +264,8 @@ class MixtureIterator(MultiprocessIterator):
 
     Raises:
         TypeError: ``datasets`` or ``weights`` is no mapping, or one of them has the wrong type.
-        ValueError: the weights are not of the same names, below 0, not finite or all 0; a source with a weight is empty; or
-            ``drop_finished`` is given with ``repeat``.
+        ValueError: the weights are not of the same names, below 0, not finite or all 0; a function gives others when it is
+            asked again; a source with a weight is empty; or ``drop_finished`` is given with ``repeat``.
     """
 
     serves_virtual_ranks = True
@@ -303,6 +299,9 @@ class MixtureIterator(MultiprocessIterator):
         self.n_processes, self.sources = workers, sources
         self._function = weights if callable(weights) else None
         self._given = None if callable(weights) else sources.ratios(weights, self.repeat)
+        self._answered: tuple[Weights | None, tuple[Fraction, ...]] = None, ()  # what the function gave last
+        if self._function is not None:
+            _require_pure(self._function, sources, self.repeat)
         self._blocks: list[Block] = []  # the newest, and the one before
         self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
         self._at: Place = self._begin(), 0
@@ -326,7 +325,9 @@ class MixtureIterator(MultiprocessIterator):
         if self._function is not None:
             raise ValueError("the weights are those of a function, which would overwrite these; change it in the script")
         anchor = self._anchor()
-        ratios = self.sources.ratios(weights, self.repeat, anchor.given, self._start)
+        ratios = self.sources.ratios(weights, self.repeat)
+        if not self.repeat:
+            ratios = self.sources.without_ended(ratios, anchor.given, self._start)
         if not any(ratios) or not any(anchor.weights):
             raise ValueError("every source with a weight has ended; give one above 0 to a source that has not")
         self._at = _changed(anchor, ratios), 0
@@ -361,14 +362,14 @@ class MixtureIterator(MultiprocessIterator):
         return self.epoch, self.current_position, len(self.sources)
 
     def __next__(self) -> Batch:
-        (anchor, offset), is_empty = self._at, False
+        (anchor, offset), is_empty = self._at if self._function is None else self._ask(self._at), False
         stop = offset + self.batch_size
         # hot path: "the same, beside one array" of benchmarks/data.py. Nearly always a batch is inside a block.
         if self._blocks and (block := self._blocks[0]).anchor is anchor and stop < block.ready:
             at, last = (anchor, stop), (block.owners, offset, stop)
             places = [column[offset:stop] for column in block.columns]
         else:
-            owners, places, at = self._next_examples()
+            owners, places, at = self._next_examples((anchor, offset))
             last = owners, 0, len(owners)
         if self.size > 1:
             rows = self.rows_of_share(len(places[0]))
@@ -388,9 +389,9 @@ class MixtureIterator(MultiprocessIterator):
         self._count_batch(epoch, epoch + self.current_position / size)
         return batch
 
-    def _next_examples(self) -> tuple[Indices, list[Indices], Place]:
-        """Return the sources of the next batch of all ranks, its places in what gathers it, and the place after it."""
-        pieces, at = self._next_pieces(self._at)
+    def _next_examples(self, at: Place) -> tuple[Indices, list[Indices], Place]:
+        """Return the sources of a batch of all ranks, its places in what gathers it, and the place after it."""
+        pieces, at = self._next_pieces(at)
         if not pieces:
             raise StopIteration
         found = [[block.owners[rows], *(column[rows] for column in self._columns_of(block))] for block, rows in pieces]
@@ -404,7 +405,7 @@ class MixtureIterator(MultiprocessIterator):
             _ = self.seed
             indices = block.interleave(self.sources.indices_between(block.anchor.given, block.following.given))
             block.columns = gather.find(block.owners, indices)
-            block.ready = 0 if self._function is not None else len(indices)
+            block.ready = len(indices)
         return block.columns
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
@@ -413,7 +414,7 @@ class MixtureIterator(MultiprocessIterator):
     def iterate_segments(self) -> Generator[list[Segment]]:
         """Yield the segments of each batch from here on, and advance without fetching them."""
         for ahead in count():
-            pieces, self._at = self._next_pieces(self._at)
+            pieces, self._at = self._next_pieces(self._ask(self._at))
             if not pieces:
                 return
             segments: list[Segment] = [((self.seed, 0), _numbers_of(pieces))]
@@ -421,11 +422,6 @@ class MixtureIterator(MultiprocessIterator):
 
     def _next_pieces(self, at: Place, length: int | None = None) -> tuple[list[Piece], Place]:
         """Return the examples of the batch of all ranks after a place, none at the end, and the place after them."""
-        if self._function is not None and (self.drop_finished or any(at[0].weights)):
-            given = self._anchor(at).given if self.drop_finished else ()
-            weights = self.sources.ratios(_ask(self._function, at[0].position + at[1]), self.repeat, given, self._start)
-            if weights != at[0].weights:
-                at = _changed(self._anchor(at), weights), 0
         pieces, missing, (anchor, offset) = [], self.batch_size if length is None else length, at
         while missing and any(anchor.weights):
             block = self._block_after(anchor, offset)
@@ -435,6 +431,25 @@ class MixtureIterator(MultiprocessIterator):
                 missing -= rows.stop - offset
             anchor, offset = (block.following, 0) if rows.stop == len(block.owners) else (anchor, rows.stop)
         return pieces, (anchor, offset)
+
+    def _ask(self, at: Place) -> Place:
+        """Return a place, from which other weights hold if a function gives others there."""
+        anchor, offset = at
+        if self._function is None or not (self.drop_finished or any(anchor.weights)):
+            return at
+        weights = self._answer(anchor.position + offset)
+        if self.drop_finished:
+            weights = self.sources.without_ended(weights, self._anchor(at).given, self._start)
+        return at if weights == anchor.weights else (_changed(self._anchor(at), weights), 0)
+
+    def _answer(self, position: int) -> tuple[Fraction, ...]:
+        """Return the weights that the function gives at a position."""
+        weights, (before, ratios) = _call(self._function, position), self._answered
+        # hot path: "the same, by a function" of benchmarks/data.py. Nearly always they are those of the batch before.
+        if type(weights) is not dict or {*map(type, weights.values())} - {int, float} or weights != before:
+            ratios = self.sources.ratios(weights, self.repeat)
+            self._answered = dict(weights), ratios
+        return ratios
 
     def _block_after(self, anchor: Anchor, offset: int) -> Block:
         """Return a block of more than ``offset`` examples after an anchor, if there are as many."""
@@ -468,7 +483,7 @@ class MixtureIterator(MultiprocessIterator):
 
     def _begin(self) -> Anchor:
         """Return where the stream begins."""
-        weights = self.sources.ratios(_ask(self._function, 0), self.repeat) if self._given is None else self._given
+        weights = self._answer(0) if self._given is None else self._given
         return Anchor(0, self._start, self._start, weights)
 
     def _anchor(self, at: Place | None = None) -> Anchor:
@@ -505,7 +520,7 @@ class MixtureIterator(MultiprocessIterator):
         start = self._changes.get(start[0].position + start[1], start)
         end, numbers = stop[0].position + stop[1], [np.empty(0, np.int64)]
         while (left := end - start[0].position - start[1]) > 0:
-            pieces, start = self._next_pieces(start, min(left, self.batch_size))
+            pieces, start = self._next_pieces(self._ask(start), min(left, self.batch_size))
             if not pieces:
                 return None
             numbers.append(_numbers_of(pieces))
@@ -578,10 +593,26 @@ def _numbers_of(pieces: Iterable[Piece]) -> Indices:
     return np.concatenate([block.numbers[piece] for block, piece in pieces])
 
 
-def _ask(function: Any, position: int) -> Weights:
+def _call(function: Any, position: int) -> Weights:
+    try:
+        weights: Weights = function(position)
+    except StopIteration as error:
+        raise not_the_end("the function of the weights") from error
+    return weights
+
+
+def _require_pure(function: Any, sources: Sources, repeat: bool) -> None:
+    """Refuse a function of weights that draws random numbers, or counts its calls."""
+    answers = []
     with preserve_host_rng():
-        try:
-            weights: Weights = function(position)
-        except StopIteration as error:
-            raise not_the_end("the function of the weights") from error
-        return weights
+        for trial in range(2):
+            seed_host("weights", trial)
+            weights = _call(function, 0)
+            answers.append((sources.ratios(weights, repeat), dict(weights)))
+    (ratios, first), (ratios_again, again) = answers
+    if ratios != ratios_again:
+        raise ValueError(
+            "weights depend on nothing but the number of examples, since workers and resumed runs ask for them again; "
+            f"called twice with 0, the function gave {first} and {again}. To draw them, make a generator in it, such as "
+            "np.random.default_rng((seed, count))"
+        )
