@@ -194,6 +194,42 @@ def _number_of(weight: Any) -> Fraction | None:
     return Fraction(str(weight)) if is_weight else None
 
 
+class WeightFunction:
+    """A function of weights, whose answer is read again only where it changes.
+
+    Raises:
+        ValueError: it draws random numbers, or counts its calls.
+    """
+
+    def __init__(self, function: Callable[[int], Weights], sources: Sources, repeat: bool) -> None:
+        self._function, self._sources, self._repeat = function, sources, repeat
+        self._read: tuple[Weights, tuple[Fraction, ...]] = {}, ()  # what it gave last
+        with preserve_host_rng():
+            seed_host("weights", 0)
+            ratios, (weights, _) = self(0), self._read
+            seed_host("weights", 1)
+            is_pure, (again, _) = self(0) == ratios, self._read
+        if not is_pure:
+            raise ValueError(
+                "weights depend on nothing but the number of examples, since workers and resumed runs ask for them again; "
+                f"called twice with 0, the function gave {weights} and {again}. To draw them, make a generator in it, such "
+                "as np.random.default_rng((seed, count))"
+            )
+
+    def __call__(self, position: int) -> tuple[Fraction, ...]:
+        """Return the weights at a position, as `Sources.ratios`."""
+        try:
+            weights = self._function(position)
+        except StopIteration as error:
+            raise not_the_end("the function of the weights") from error
+        before, ratios = self._read
+        # hot path: "the same, by a function" of benchmarks/data.py. Nearly always they are those of the batch before.
+        if type(weights) is not dict or {*map(type, weights.values())} - {int, float} or weights != before:
+            ratios = self._sources.ratios(weights, self._repeat)
+            self._read = dict(weights), ratios
+        return ratios
+
+
 @dataclass(frozen=True)
 class Anchor:
     """A position in the stream, and all that decides how it goes on."""
@@ -270,6 +306,9 @@ class MixtureIterator(MultiprocessIterator):
 
     serves_virtual_ranks = True
     _gather: JointGather | None  # type: ignore[assignment]
+    _at: Place
+    _blocks: list[Block]  # the newest, and the one before
+    _changes: dict[int, Place]  # by position, where the weights were changed in this process
 
     def __init__(
         self,
@@ -297,17 +336,12 @@ class MixtureIterator(MultiprocessIterator):
         super().__init__(sources, batch_size, repeat, shuffle, max(workers, 1), seed=seed)
         self._seeds_examples = any(type(dataset) not in (list, tuple) for dataset in inner)
         self.n_processes, self.sources = workers, sources
-        self._function = weights if callable(weights) else None
-        self._given = None if callable(weights) else sources.ratios(weights, self.repeat)
-        self._answered: tuple[Weights | None, tuple[Fraction, ...]] = None, ()  # what the function gave last
-        if self._function is not None:
-            _require_pure(self._function, sources, self.repeat)
-        self._blocks: list[Block] = []  # the newest, and the one before
+        self._function = WeightFunction(weights, sources, self.repeat) if callable(weights) else None
+        self._given = () if callable(weights) else sources.ratios(weights, self.repeat)
         self._start = (0,) * len(inner)  # what each source had given when epochs were counted from 0
-        self._at: Place = self._begin(), 0
-        self._changes: dict[int, Place] = {}  # by position, where the weights were changed in this process
         self._last = np.empty(0, np.int64), 0, 0  # sources, and where among them those of the last batch of all ranks are
         sources.seed_with(seed)
+        self.rewind()
 
     @property
     def weights(self) -> dict[str, float]:
@@ -437,19 +471,10 @@ class MixtureIterator(MultiprocessIterator):
         anchor, offset = at
         if self._function is None or not (self.drop_finished or any(anchor.weights)):
             return at
-        weights = self._answer(anchor.position + offset)
+        weights = self._function(anchor.position + offset)
         if self.drop_finished:
             weights = self.sources.without_ended(weights, self._anchor(at).given, self._start)
         return at if weights == anchor.weights else (_changed(self._anchor(at), weights), 0)
-
-    def _answer(self, position: int) -> tuple[Fraction, ...]:
-        """Return the weights that the function gives at a position."""
-        weights, (before, ratios) = _call(self._function, position), self._answered
-        # hot path: "the same, by a function" of benchmarks/data.py. Nearly always they are those of the batch before.
-        if type(weights) is not dict or {*map(type, weights.values())} - {int, float} or weights != before:
-            ratios = self.sources.ratios(weights, self.repeat)
-            self._answered = dict(weights), ratios
-        return ratios
 
     def _block_after(self, anchor: Anchor, offset: int) -> Block:
         """Return a block of more than ``offset`` examples after an anchor, if there are as many."""
@@ -481,11 +506,6 @@ class MixtureIterator(MultiprocessIterator):
         self._blocks = [block, *self._blocks[:1]]
         return block
 
-    def _begin(self) -> Anchor:
-        """Return where the stream begins."""
-        weights = self._answer(0) if self._given is None else self._given
-        return Anchor(0, self._start, self._start, weights)
-
     def _anchor(self, at: Place | None = None) -> Anchor:
         """Return an anchor at a place, by default at this one."""
         anchor, offset = self._at if at is None else at
@@ -501,7 +521,9 @@ class MixtureIterator(MultiprocessIterator):
         self.rewind()
 
     def rewind(self) -> None:
-        self._at, self.current_position, self._blocks, self._changes = (self._begin(), 0), 0, [], {}
+        weights = self._given if self._function is None else self._function(0)
+        self._at, self.current_position = (Anchor(0, self._start, self._start, weights), 0), 0
+        self._blocks, self._changes = [], {}
         self._restore_counters()
 
     def mark(self) -> Any:
@@ -557,14 +579,14 @@ class MixtureIterator(MultiprocessIterator):
             for key, counts in (("given", anchor.given), ("changed_at", anchor.changed_at), ("start", self._start))
         )
         texts = serializer("weights", list(map(str, anchor.weights)))
-        of_script = serializer("given_weights", None if self._given is None else list(map(str, self._given)))
+        of_script = serializer("given_weights", list(map(str, self._given)))
         self._serialize_counters(serializer)
         if saving:
             return
         weights = tuple(map(Fraction, texts))
         self._start = began
         anchor = Anchor(position, given, changed_at, weights)
-        if self._given is not None and of_script is not None and tuple(map(Fraction, of_script)) != self._given:
+        if self._given and of_script and tuple(map(Fraction, of_script)) != self._given:
             old, new = ([round(float(weight), 6) for weight in values] for values in (weights, self._given))
             holds = "nothing is lost or repeated; the next shares are counted from here"
             announce_change(f"weights of iterator {self.name!r}", old, new, holds)
@@ -591,28 +613,3 @@ def _changed(anchor: Anchor, weights: tuple[Fraction, ...]) -> Anchor:
 
 def _numbers_of(pieces: Iterable[Piece]) -> Indices:
     return np.concatenate([block.numbers[piece] for block, piece in pieces])
-
-
-def _call(function: Any, position: int) -> Weights:
-    try:
-        weights: Weights = function(position)
-    except StopIteration as error:
-        raise not_the_end("the function of the weights") from error
-    return weights
-
-
-def _require_pure(function: Any, sources: Sources, repeat: bool) -> None:
-    """Refuse a function of weights that draws random numbers, or counts its calls."""
-    answers = []
-    with preserve_host_rng():
-        for trial in range(2):
-            seed_host("weights", trial)
-            weights = _call(function, 0)
-            answers.append((sources.ratios(weights, repeat), dict(weights)))
-    (ratios, first), (ratios_again, again) = answers
-    if ratios != ratios_again:
-        raise ValueError(
-            "weights depend on nothing but the number of examples, since workers and resumed runs ask for them again; "
-            f"called twice with 0, the function gave {first} and {again}. To draw them, make a generator in it, such as "
-            "np.random.default_rng((seed, count))"
-        )
