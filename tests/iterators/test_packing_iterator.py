@@ -247,7 +247,11 @@ def test_behind_thousands_of_empty_documents_the_others_are_found(split):
         (np.zeros(3), {}, TypeError, "one dimension of integers"),
         (np.zeros((2, 3), int), {}, TypeError, r"shape \(2, 3\)"),
         ({"input_ids": [1]}, {}, TypeError, "TransformDataset"),
-        ("text", {}, TypeError, "one dimension of integers"),
+        ("text", {}, TypeError, "example 0 is a str"),
+        ((1, 2), {}, TypeError, "example 0 is a tuple"),
+        (np.int64(1), {}, TypeError, r"an array of int64 and shape \(\)"),
+        (torch.zeros(2, dtype=torch.bfloat16), {}, TypeError, r"example 0 is an array of torch.bfloat16 and shape \(2,\)"),
+        (torch.zeros(2, dtype=int, device="meta"), {}, TypeError, "example 0 is an array of torch.int64"),
         (np.array([1, 2**63], np.uint64), {}, ValueError, r"has 9223372036854775808; .* take tokens\.astype\(np\.int64\)"),
         ([2**64 - 1], {}, ValueError, "document 0 has 18446744073709551615"),
         (torch.tensor([2**64 - 1], dtype=torch.uint64), {}, ValueError, "below 2"),
@@ -293,6 +297,38 @@ def test_weights_that_change_at_a_resume_lose_and_repeat_no_document_that_waits(
         for source in range(2):
             counts = [number // 2 for number in order if number % 2 == source]
             assert counts == list(range(len(counts)))
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("sizes", [(13, 300), (300, 13), (7, 5), (5, 7)])
+def test_batches_of_the_source_of_another_size_at_a_resume_lose_and_repeat_no_document(sizes, split):
+    """Also where more are fetched again than had been fetched."""
+    data = documents(1500, 40)
+    first, other = (PackingIterator(SerialIterator(data, size, seed=0, repeat=False), 64, 4, split=split) for size in sizes)
+    batches = [next(first) for _ in range(5)]
+    other.load_state_dict(first.state_dict())
+    assert whole(tokens_of([*batches, *other])[0]) == {number: document.tolist() for number, document in enumerate(data)}
+
+
+def test_set_back_right_after_a_resume_it_has_the_order_that_comes_without_one():
+    """That of the pass behind all that it has looked at."""
+    uncut, iterator = (PackingIterator(documents(60, 40), 64, 4, seed=0) for _ in range(2))
+    for _ in range(3):
+        next(uncut)
+    iterator.load_state_dict(uncut.state_dict())
+    for each in (uncut, iterator):
+        each.reset()
+    assert np.array_equal(next(iterator).columns["input_ids"], next(uncut).columns["input_ids"])
+
+
+def test_back_at_a_mark_it_goes_on_as_from_there_though_a_state_was_loaded_since():
+    """Whose documents are forgotten."""
+    iterator, other = (PackingIterator(documents(60, 40), 64, 4, seed=0) for _ in range(2))
+    next(iterator)
+    mark, expected = iterator.mark(), next(iterator).columns["input_ids"]
+    iterator.load_state_dict(other.state_dict())
+    iterator.return_to(mark)
+    assert np.array_equal(next(iterator).columns["input_ids"], expected)
 
 
 def test_another_seed_is_refused_where_documents_of_the_next_pass_wait():

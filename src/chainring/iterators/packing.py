@@ -216,6 +216,7 @@ class PackingIterator(Iterator):
         return self.take_share(Batch(columns=packing.write(rows), length=rows, layout=COLUMNS))
 
     def reset(self) -> None:
+        self._take_up_saved()  # with the passes of documents that wait, after which comes the next unused order
         self.source.reset()
         self._begin_again()
 
@@ -235,6 +236,7 @@ class PackingIterator(Iterator):
     def return_to(self, mark: Any) -> None:
         """Go back to a position that `mark` returned: the rows since then will be returned again."""
         counters, self.at, of_source = mark
+        self._saved = None
         self.source.return_to(of_source)
         self._restore_counters(counters)
 
@@ -291,8 +293,10 @@ class PackingIterator(Iterator):
                 packing.put_behind(fetch_numbers(self.source, numbers), numbers, positions, np.zeros_like(positions))
             while packing.fetched < saved.fetched and packing.fetch():
                 pass
-            documents = packing.documents.at(np.isin(packing.documents.positions, saved.waiting))
-            if saved.numbers != documents.numbers.tolist():
+            positions = packing.documents.positions
+            waits = np.isin(positions, saved.waiting) | (positions >= saved.fetched)  # the source may have other batches now
+            documents = packing.documents.at(waits)
+            if saved.numbers != documents.numbers[: len(saved.numbers)].tolist():
                 raise ValueError(
                     f"the documents that wait in iterator {self.name!r} are others than in the saved run: some would come "
                     "twice, others never. Resume with the same seed, or start a new run"
@@ -549,12 +553,15 @@ def _needed(fetches: Iterable[_Fetch], waiting: Sequence[int] | Indices) -> list
 
 def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
     """Return the tokens of a document as an array."""
-    tokens = example.numpy(force=True) if isinstance(example, torch.Tensor) else example
-    if isinstance(tokens, (list, tuple)):
-        with suppress(ValueError):  # lists of different lengths, which are refused below
-            tokens = np.array(tokens) if len(tokens) else np.empty(0, np.int64)
+    tokens = example
+    with suppress(ValueError, TypeError, NotImplementedError):  # of what is no array of numbers, which is refused below
+        if isinstance(example, torch.Tensor):
+            tokens = example.numpy(force=True)
+        elif isinstance(example, list):  # and no tuple, which is an example of several columns
+            tokens = np.array(example) if example else np.empty(0, np.int64)
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        shown = f"an array of {tokens.dtype} and shape {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens)
+        has_shape = isinstance(tokens, (np.ndarray, np.generic, torch.Tensor))
+        shown = f"an array of {tokens.dtype} and shape {tuple(tokens.shape)}" if has_shape else f"a {type(tokens).__name__}"
         raise TypeError(
             f"a document is one dimension of integers, and example {number} is {shown}; take them out of it by "
             'TransformDataset(dataset, lambda example: example["input_ids"]), for example'
