@@ -339,8 +339,11 @@ class _Packing:
         np.subtract(self._iterator.counts[: len(ids)], positions, positions)
         for places in self._unused:
             positions[places] = 0
-        columns = {"input_ids": ids, "document_ids": documents, "positions": positions}
-        return {name: column.reshape(rows, -1) for name, column in columns.items()}
+        return {
+            "input_ids": ids.reshape(rows, -1),
+            "document_ids": documents.reshape(rows, -1),
+            "positions": positions.reshape(rows, -1),
+        }
 
     def _fill_in_turn(self) -> int:
         used, length, epoch = 0, self._iterator.length, None
@@ -394,7 +397,7 @@ class _Packing:
             rows, row = self._rows, self._row
             self._row = min(row + of_batch - filled, len(rows.unused))
             found = slice(rows.ends[row], rows.ends[self._row])
-            numbers, counts, starts = (column[found] for column in rows.pieces)
+            numbers, counts, starts = [column[found] for column in rows.pieces]
             self._put(rows.tokens[found], _Pieces(numbers, counts, starts + (filled - row) * length))
             ends = enumerate(rows.unused[row : self._row], filled + 1)
             unused = [slice(end * length - left, end * length) for end, left in ends if left]
