@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from chainring import serializers
 from chainring.iterators import LoaderIterator
@@ -273,9 +274,12 @@ class Forgetful(NextPass):
 
 
 def test_a_state_that_does_not_tell_the_position_is_not_relied_on(tmp_path):
-    """It is the same after two batches as after one; what was taken is fetched again, also after the next snapshot."""
+    """It is the same after two batches as after one; what was taken is fetched again, also after the next snapshot.
+
+    After the first batch of a pass the second is fetched to find that.
+    """
     whole = firsts(LoaderIterator(Forgetful()), 10)
-    for cut in (2, 3, 6, 7):
+    for cut in (1, 2, 3, 5, 6, 7):
         firsts(iterator := LoaderIterator(Forgetful()), cut)
         for turn in range(2):
             serializers.save(tmp_path / f"{cut} {turn}", iterator)
@@ -300,6 +304,20 @@ def test_a_loader_that_refuses_its_state_says_what_to_do():
     with pytest.raises(ValueError, match="made with another seed") as caught:
         next(again)
     assert "raised by Refuses.load_state_dict" in caught.value.__notes__[0]
+
+
+class Unable(NextPass):
+    def state_dict(self):
+        raise NotImplementedError
+
+
+def test_a_loader_that_cannot_tell_its_state_says_what_to_do():
+    """With its first batch, before an update; the remedy is taken."""
+    with pytest.raises(NotImplementedError) as caught:
+        next(LoaderIterator(Unable()))
+    assert "raised by Unable.state_dict" in caught.value.__notes__[0]
+    assert "LoaderIterator(lambda: loader)" in caught.value.__notes__[0]
+    assert firsts(LoaderIterator(lambda: Unable()), 2) == [1, 2]
 
 
 class Misses(NextPass):
@@ -328,7 +346,7 @@ def rehearsed(loader, tmp_path):
 
 def test_a_rehearsal_refuses_a_state_that_leads_elsewhere(tmp_path):
     """With the batch, and the remedy, which is taken."""
-    with pytest.raises(ValueError, match=r"batch 1 after it is another one.*LoaderIterator\(lambda: loader\)"):
+    with pytest.raises(ValueError, match=r"batch 3 of this pass differs.*LoaderIterator\(lambda: loader\)"):
         rehearsed(Misses(), tmp_path)
     rehearsed(lambda: iter(Misses()), tmp_path)
 
@@ -522,8 +540,6 @@ def test_who_does_not_mind_says_so():
 @pytest.mark.parametrize("taken", [2, 3, 4, 6])
 def test_a_loader_of_torchdata_takes_a_stream_that_reads_on_up_where_it_stood(taken):
     """Within a pass and at its end; nothing is fetched again."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     whole, other = (LoaderIterator(StatefulDataLoader(ReadingOn(), 2)) for _ in range(2))
     batches = batches_of(whole, 12)
     cut = LoaderIterator(StatefulDataLoader(ReadingOn(), 2))
@@ -532,3 +548,141 @@ def test_a_loader_of_torchdata_takes_a_stream_that_reads_on_up_where_it_stood(ta
     cut.serialize(saved)
     other.serialize(DictionaryDeserializer(saved.target))
     assert batches_of(other, 12 - taken) == batches[taken:]
+
+
+class Late(NextPass):
+    """Which counts a batch where the next one is asked for. The passes of these loaders have the same batches."""
+
+    def __iter__(self):
+        while self.at < self.length:
+            yield torch.full((2,), float(self.at))
+            self.at += 1
+        self.at = 0
+
+
+class Ahead(NextPass):
+    """Which counts what it has prepared, as one does that fetches in a thread."""
+
+    def __iter__(self):
+        for number in range(self.at % self.length, self.length):
+            self.at = min(number + 2, self.length)
+            yield torch.full((2,), float(number))
+
+
+class BeginsAnew(NextPass):
+    """Which forgets at the beginning of a pass what it was given."""
+
+    def __iter__(self):
+        self.at = 0
+        while self.at < self.length:
+            self.at += 1
+            yield torch.full((2,), float(self.at))
+
+
+class InAnOrder(NextPass):
+    """Whose order is drawn where a pass begins, and no part of the state."""
+
+    def __iter__(self):
+        order = torch.randperm(self.length).tolist()
+        while self.at < self.length:
+            self.at += 1
+            yield torch.full((2,), float(order[self.at - 1]))
+        self.at = 0
+
+
+class Behind(Steps):
+    """An iterator that tells the place before."""
+
+    def get_state(self):
+        return {"at": max(self.at - 1, 0)}
+
+
+class Sized(WithSteps):
+    def __len__(self):
+        return self.length
+
+
+class Forgotten(SequentialSampler):
+    """Whose state is none, in a loader that relies on it."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+LEADING_ELSEWHERE = {
+    "late": Late,
+    "ahead": Ahead,
+    "forgotten": BeginsAnew,
+    "without the order": lambda: InAnOrder(12),
+    "of the iterators": lambda: Sized(Behind),
+    "of a sampler in torchdata": lambda: StatefulDataLoader([*range(8)], 2, sampler=Forgotten([*range(8)])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+@pytest.mark.parametrize("source", LEADING_ELSEWHERE.values(), ids=LEADING_ELSEWHERE)
+@pytest.mark.parametrize("epoch_length", [None, 5])
+def test_a_state_that_leads_elsewhere_is_refused_at_each_resume(source, epoch_length):
+    """Before the first update, wherever the run was cut, at the end of a pass too; and as often as it is tried."""
+    torch.manual_seed(0)
+    for cut in range(1, 7):
+        iterator, again = (LoaderIterator(source(), epoch_length=epoch_length) for _ in range(2))
+        list(islice(iterator, cut))
+        again.load_state_dict(iterator.state_dict())
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"other batches than before: .* the whole position, .*lambda: loader"):
+                next(again)
+
+
+@pytest.mark.parametrize("source", [Late, Ahead, BeginsAnew])
+def test_without_its_state_the_same_snapshot_goes_on(source):
+    """Which is the remedy that is named."""
+    for cut in range(1, 7):
+        iterator, again = LoaderIterator(source()), LoaderIterator(lambda: source())
+        firsts(iterator, cut)
+        again.load_state_dict(iterator.state_dict())
+        with pytest.warns(UserWarning, match="batches again"):
+            assert firsts(again, 5) == firsts(iterator, 5)
+
+
+class AfterAnother(NextPass):
+    """Which goes on rightly, and after a batch is elsewhere."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.length = self.at + 1
+
+
+def test_a_rehearsal_tries_more_than_the_next_batch(tmp_path):
+    """Which a resumed run does not."""
+    with pytest.raises(ValueError, match="batch 2 after its own state differs"):
+        rehearsed(AfterAnother(7), tmp_path)
+
+
+@pytest.mark.parametrize("length", [None, LENGTH, LENGTH + 2])
+def test_a_snapshot_changes_no_batch_and_no_epoch(length):
+    """After each batch, of a loader with a state and a length, a wrong one, or none; each is fetched once."""
+
+    class Loader(NextPass):
+        fetched = 0
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                self.fetched += 1
+                yield batch
+
+        __len__ = None if length is None else lambda self: length
+
+    def rows(saves):
+        iterator, rows = LoaderIterator(loader := Loader()), []
+        for _ in range(3 * LENGTH):
+            rows.append((next(iterator).columns[0].item(), iterator.epoch, iterator.is_new_epoch))
+            if saves:
+                iterator.state_dict()
+        return rows, loader.fetched <= 3 * LENGTH + 1
+
+    with warnings.catch_warnings(action="ignore"):
+        assert rows(saves=True) == rows(saves=False)

@@ -31,7 +31,7 @@ _TRANSFORMS = ("transform", "target_transform", "transforms")
 _SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
 _PAIRS = (("state_dict", "load_state_dict"), ("save_state_rank", "restore_state_rank"), ("get_state", "set_state"))
 _CLASS, _FIELDS = "chainring.class", "chainring.fields"
-_START = "chainring.start"  # around the state of where a pass began
+_STATE, _TAKEN = "chainring.state", "chainring.taken"  # around a state of an earlier place in the pass
 
 
 def members_of(source: Any, *, is_loader: bool = False) -> list[Any]:
@@ -198,7 +198,14 @@ class StateMethods(NamedTuple):
 
     def get(self) -> Any:
         """Return the state in values that a snapshot can hold."""
-        return _to_values(self.save())
+        try:
+            return _to_values(self.save())
+        except Exception as error:
+            error.add_note(
+                f"raised by {type(self.owner).__name__}.{self.save.__name__}, which tells the position to save. Let it "
+                "return, or hide it, so that batches are fetched again and skipped: LoaderIterator(lambda: loader)"
+            )
+            raise
 
     def set(self, state: Any) -> None:
         """Go to a state that `get` returned."""
@@ -244,15 +251,15 @@ def counts_elsewhere(dataset: Any) -> bool:
     return inspect.ismethod(method) and {"num_samples", "from_beginning"} <= {*inspect.signature(method).parameters}
 
 
-def at_start(state: Any) -> dict[str, Any]:
-    """Mark a state as that of the beginning of a pass, of which batches are to be fetched again."""
-    return {_START: state}
+def state_after(taken: int, state: Any) -> dict[str, Any]:
+    """Mark a state as that after so many batches of a pass, of which the others are to be fetched again."""
+    return {_STATE: state, _TAKEN: taken}
 
 
-def split_start(state: Any) -> tuple[Any, bool]:
-    """Return a state without its mark, and whether it has it."""
-    is_marked = isinstance(state, dict) and [*state] == [_START]
-    return (state[_START], True) if is_marked else (state, False)
+def split_state(state: Any) -> tuple[Any, int | None]:
+    """Return a state without its mark, and the number of batches after which it was had, if it has one."""
+    is_marked = isinstance(state, dict) and [*state] == [_STATE, _TAKEN]
+    return (state[_STATE], state[_TAKEN]) if is_marked else (state, None)
 
 
 def _to_values(state: Any) -> Any:

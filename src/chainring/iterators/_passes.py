@@ -32,7 +32,7 @@ from chainring._random import (
 )
 from chainring.datasets._batches import COLUMNS, Batch, Layout, make_batch
 from chainring.iterators import _order
-from chainring.iterators._order import at_start, counts_elsewhere, is_defined_in, split_start, state_methods
+from chainring.iterators._order import counts_elsewhere, is_defined_in, split_state, state_after, state_methods
 from chainring.iterators._workers import END_SIGNALS, exit_with_parent
 from chainring.iterators.base import not_the_end
 from chainring.serializers._values import copy_value, is_same_value
@@ -527,7 +527,7 @@ class Passes:
         if self._fetches_again:
             if self._other_state is None and not has_begun:
                 self._other_state = self._get_state()
-            return None if self._other_state is None else at_start(self._other_state)
+            return None if self._other_state is None else state_after(0, self._other_state)
         starts_workers = not has_begun and not self._is_checked and getattr(self.source.loader, "num_workers", 0) > 0
         if self._state is None or not self.uses_state or starts_workers:
             return None
@@ -535,7 +535,7 @@ class Passes:
             return None
         state = self._get_state()
         if self.position.taken > 1 and self._other_state is not None and is_same_value(state, self._other_state):
-            return at_start(state)  # it does not tell the position
+            return state_after(0, state)  # it does not tell the position
         return state
 
     def _get_state(self) -> Any:
@@ -550,7 +550,8 @@ class Passes:
         """
         passes, taken, generators, state, current_generators = saved
         self.close()
-        state, is_of_start = split_start(state)
+        state, state_taken = split_state(state)
+        is_of_start = state_taken == 0
         if self.source.n_workers != workers:
             if taken:
                 self.source.workers_of_pass = workers
@@ -570,7 +571,9 @@ class Passes:
             if taken:
                 self._open(passes - 1, state if is_of_pass else None)
             if self._state is not None:
-                self.position, self._is_at_end = Position(passes, taken, generators), is_at_end
+                self.position, self._is_at_end = Position(passes, state_taken or taken, generators), is_at_end
+                if state_taken:
+                    _take_last(self, marks)
                 return
             self.close()  # the iterator over this loader has no state
         elif is_of_start and not is_of_pass:
@@ -597,7 +600,7 @@ class Passes:
         self.restart(passes, generators)
         if len(marks) == 2:
             which = "the first batch of an epoch, which was begun twice,"
-            _compare(marks[0], marks[1], which, self._owner.name, self.source)
+            compare(self, marks[0], marks[1], which)
 
     def _set_state(self, state: Any) -> None:
         assert self._state is not None
@@ -636,33 +639,55 @@ class Passes:
             self.position = Position(self.position.passes, skipped + 1, self.position.generators, start)
         if from_state and not self._fetches_again:
             self._other_state = self._get_state()  # which the next to be saved will be compared with
-        if marks is not None and batch is not None:
-            which = f"the last of the {taken} batches of this epoch"
-            _compare(marks, _order.marks_of(batch), which, name, self.source)
+        if batch is not None:
+            compare(self, marks, _order.marks_of(batch), f"the last of the {taken} batches of this epoch")
 
 
-def _compare(marks: _order.Marks, again: _order.Marks, which: str, name: str, source: Source) -> None:
-    """Refuse, or warn of, a batch of a source that is another one than it was."""
-    difference = _order.find_difference(marks, again)
+def _take_last(passes: Passes, marks: _order.Marks | None) -> None:
+    """Take the last batch of a pass again, which must be the one that it was, and the last."""
+    passes._is_at_end = False
+    found: list[_order.Marks] = []
+    with suppress(StopIteration):
+        while len(found) < 2:
+            found.append(_order.marks_of(passes.take()))
+    compare(passes, marks, found[0] if found else None, "the last batch of this pass")
+    if len(found) == 2:
+        raise _refusal(passes, "the end of this pass")
+    passes.end()
+
+
+def compare(passes: Passes, marks: _order.Marks | None, again: _order.Marks | None, which: str) -> None:
+    """Refuse, or warn of, a batch that is another one than it was, if its marks are known; or no batch at all."""
+    difference = None if marks is None else "examples" if again is None else _order.find_difference(marks, again)
     if difference == "numbers":
         warn(
-            f"iterator {name!r} does not continue bit for bit: {which} has the examples that it had, and other numbers "
-            "in them. Let datasets and collate functions draw from the global generators, which are seeded for each "
-            "batch, or from a generator that is an attribute of theirs"
+            f"iterator {passes._owner.name!r} does not continue bit for bit: {which} has the examples that it had, and "
+            "other numbers in them. Let datasets and collate functions draw from the global generators, which are seeded "
+            "for each batch, or from a generator that is an attribute of theirs"
         )
     elif difference is not None:
+        raise _refusal(passes, which)
+
+
+def _refusal(passes: Passes, which: str) -> ValueError:
+    remedy = (
+        "Resume with the same data, shuffle, sampler and batch size, or from a snapshot of the end of an epoch. Let "
+        "a sampler draw from the global generators or from one that is an attribute of it, and prepare data that "
+        "change by epoch in its set_epoch"
+    )
+    if passes.uses_state:
         remedy = (
-            "Resume with the same data, shuffle, sampler and batch size, or from a snapshot of the end of an epoch. Let "
-            "a sampler draw from the global generators or from one that is an attribute of it, and prepare data that "
-            "change by epoch in its set_epoch"
+            "Resume with the same data and settings. If they are, the state of the loader does not lead to where it was "
+            "saved: let it hold the whole position, or hide it, so that batches are fetched again and skipped: "
+            "LoaderIterator(lambda: loader)"
         )
-        if source.is_stream:
-            remedy = (
-                "A stream that reads on from pass to pass needs a state: give the dataset state_dict() and "
-                "load_state_dict(state), and use torchdata's StatefulDataLoader. Let others draw from the global "
-                "generators, or accept other batches at the end of an epoch: LoaderIterator(lambda: loader)"
-            )
-        raise ValueError(
-            f"the loader of iterator {name!r} ({type(source.loader).__name__}) gives other batches than before: {which} "
-            f"differs, and examples would come twice or never. {remedy}"
+    elif passes.source.is_stream:
+        remedy = (
+            "A stream that reads on from pass to pass needs a state: give the dataset state_dict() and "
+            "load_state_dict(state), and use torchdata's StatefulDataLoader. Let others draw from the global "
+            "generators, or accept other batches at the end of an epoch: LoaderIterator(lambda: loader)"
         )
+    return ValueError(
+        f"the loader of iterator {passes._owner.name!r} ({type(passes.source.loader).__name__}) gives other batches than "
+        f"before: {which} differs, and examples would come twice or never. {remedy}"
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from contextlib import suppress
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from chainring._checks import is_integer, plain
 from chainring._messages import warn
 from chainring._random import digest
-from chainring.iterators._order import Marks, contents, find_difference, marks_of
-from chainring.iterators._passes import Passes, Position, source_of
+from chainring.iterators._order import Marks, contents, marks_of, split_state, state_after
+from chainring.iterators._passes import Passes, Position, compare, source_of
 from chainring.iterators.base import Batch, Iterator, counters_of
 from chainring.iterators.serial import require_flag
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional, visit_setting
@@ -36,6 +37,23 @@ class _Saved(NamedTuple):
     sizes: dict[str, int | None]
     workers: int
     marks: dict[str, Marks | None]  # of the last batch, of each rank that has its own
+    next_marks: Marks | None = None  # of the batch after it, where that has been fetched
+
+
+def _with_state(passes: Passes, fetched: _Fetched) -> _Fetched:
+    """Return what was fetched last with the state after it, if there is one, since only the newest can be had."""
+    if not (passes.uses_state and passes.is_open):
+        return fetched
+    batch, position, is_last = fetched
+    return _Fetched(batch, Position(*position[:3], passes.loader_state(), passes.source.get_generators()), is_last)
+
+
+def _end_after(before: Position, end: Position) -> Position:
+    """Return the end of a pass as it is reached from the position before its last batch, which a resumed run takes again."""
+    is_known = before.passes == end.passes and before.loader_state is not None
+    if not is_known or split_state(end.loader_state)[1] == 0:
+        return end
+    return Position(*end[:3], state_after(before.taken, before.loader_state), before.current_generators)
 
 
 class LoaderIterator(Iterator):
@@ -52,8 +70,9 @@ class LoaderIterator(Iterator):
     ``state_dict``, by ``get_state`` of its iterators, as Grain's, or by ``save_state_rank``, as Megatron Energon's;
     otherwise the batches are fetched again and skipped, with a warning that gives their number. It is incomplete with a
     shuffle buffer of a Hugging Face stream, or with worker processes in which datasets or ``collate_fn`` may draw random
-    numbers. The constructor warns of loaders that cannot be resumed bit for bit at all: with ``in_order=False``, or a
-    stream shuffled without a seed.
+    numbers. A snapshot fetches the batch after a state; a run is refused whose loader is led to another one by its state,
+    or fetches others again. The constructor warns of loaders that cannot be resumed bit for bit at all: with
+    ``in_order=False``, or a stream shuffled without a seed.
 
     An epoch of a loader that has no length is one pass. Its end is found by reading one batch ahead, so that a trigger
     ``(1, "epoch")`` fires with the last batch. With ``epoch_length`` nothing is read ahead, and a loader without a length
@@ -149,10 +168,13 @@ class LoaderIterator(Iterator):
         passes, size, by_length = self._passes, self._epoch_size, self.epoch_length is None
         is_exact = size is not None and not (by_length and passes.is_length_wrong)
         epoch, position = self.epoch, self._epoch_position + 1
-        needs_end = not is_exact or (by_length and position == size and passes.uses_state)
-        if needs_end and len(self._pending) == 1 and self._error is None:
-            self._look_ahead()
-            is_exact = is_exact and not passes.is_length_wrong
+        if len(self._pending) == 1 and self._error is None:
+            taken = self._pending[0].position.taken
+            if not is_exact or (taken == passes.length and passes.uses_state):
+                self._look_ahead()
+                is_exact = is_exact and not passes.is_length_wrong
+            elif taken + 1 == passes.length:
+                self._pending[0] = _with_state(passes, self._pending[0])
         fetched = self._pending.pop(0)
         if self._since_mark is not None:
             self._since_mark.append(fetched)
@@ -167,12 +189,15 @@ class LoaderIterator(Iterator):
         self._count_batch(epoch, float(epoch) if size is None else epoch + position / size)
         return fetched.batch if self.per_rank else self.take_share(fetched.batch)
 
-    def _distrust_length(self, count: str) -> None:
-        """Find the ends of passes by reading one batch ahead from now on."""
-        if not self._passes.is_length_wrong:
-            self._passes.is_length_wrong = True
+    def _check_length(self, *, is_at_end: bool = False) -> None:
+        """Find the ends of passes by reading one batch ahead from now on, if this one ends before its length or goes on."""
+        passes, taken, length = self._passes, self._passes.position.taken, self._passes.length or 0
+        ends_early = is_at_end and 0 < taken < length and self.repeat and self.epoch_length is None
+        if (ends_early or taken > length > 0) and not passes.is_length_wrong:
+            passes.is_length_wrong = True
+            count = taken if ends_early else "more"
             warn(
-                f"the loader of iterator {self.name!r} ({type(self.loader).__name__}) has a len of {self._passes.length}, "
+                f"the loader of iterator {self.name!r} ({type(self.loader).__name__}) has a len of {length}, "
                 f"and a pass had {count} batches. An epoch is a pass: its end is found by reading one ahead from now on. "
                 "Let __len__ return the number, or give LoaderIterator(loader, epoch_length=...)"
             )
@@ -185,6 +210,8 @@ class LoaderIterator(Iterator):
         passes = self._passes
         if self._resumed is not None:
             self._take_up()
+            if self._pending:
+                return
         if not self.repeat and self.epoch:  # epoch_length batches have come
             passes.end()
         is_new_pass = not passes.is_open
@@ -196,8 +223,7 @@ class LoaderIterator(Iterator):
                 return
             except StopIteration:
                 is_empty = is_new_pass and passes.position.taken == 0
-                if self.repeat and self.epoch_length is None and 0 < passes.position.taken < (passes.length or 0):
-                    self._distrust_length(f"{passes.position.taken}")
+                self._check_length(is_at_end=True)
                 passes.end()
                 if is_empty and not passes.has_ended:
                     raise ValueError(
@@ -218,7 +244,7 @@ class LoaderIterator(Iterator):
             # A run that is saved here need not fetch the pass again to find that it is over.
             try:
                 self._pending.append(_Fetched(passes.take(), passes.position))
-                self._distrust_length("more")
+                self._check_length()
                 return _Fetched(batch, position)
             except StopIteration:
                 passes.end()
@@ -226,21 +252,20 @@ class LoaderIterator(Iterator):
 
     def _look_ahead(self) -> None:
         """Fetch one batch more of this pass, to learn whether the one that is returned next is its last."""
-        batch, position, is_last = self._pending[0]
         passes = self._passes
+        self._pending[0] = _with_state(passes, self._pending[0])
+        batch, position, is_last = self._pending[0]
         if is_last or not passes.is_open:
             return
-        if passes.uses_state:  # of which only the newest can be had
-            position = Position(*position[:3], passes.loader_state(), passes.source.get_generators())
-            self._pending[0] = _Fetched(batch, position)
         try:
             self._pending.append(self._take())
-            if position.taken == passes.length:
-                self._distrust_length("more")
+            self._check_length()
         except StopIteration:
+            self._check_length(is_at_end=True)
             passes.end()
             # A loader with a state continues from there, and is found at its end when the run is resumed.
-            self._pending[0] = _Fetched(batch, position if passes.uses_state else passes.position, is_last=True)
+            position = _end_after(self._returned, position) if passes.uses_state else passes.position
+            self._pending[0] = _Fetched(batch, position, is_last=True)
         except Exception as error:
             if passes.has_shares:  # the other ranks have not waited for it
                 raise
@@ -331,9 +356,10 @@ class LoaderIterator(Iterator):
         position = Position(*[serializer(name, value) for name, value in zip(names, saved.position, strict=True)])
         ranks = visit_optional(serializer, "ranks", saved.ranks)
         workers, marks = serializer("workers", saved.workers), serializer("last_batch", saved.marks)
+        next_marks = visit_optional(serializer, "next_batch", saved.next_marks)
         if saving:
             return
-        self._check(_Saved(position, ranks, sizes, workers, marks))
+        self._check(_Saved(position, ranks, sizes, workers, marks, next_marks))
         self._last, self._pending, self._since_mark, self._error = None, [], None, None
         passes.close()
         if self.per_rank:
@@ -343,7 +369,7 @@ class LoaderIterator(Iterator):
             marks = {"0": marks.get(rank)}
         passes.position = self._returned = position
         passes.has_ended = has_ended
-        self._resumed = _Saved(position, ranks, sizes, workers, marks)
+        self._resumed = _Saved(position, ranks, sizes, workers, marks, next_marks)
         if position.taken and workers != passes.source.n_workers:
             holds = "this epoch ends as it began, the next has the new number"
             announce_change(f"num_workers of iterator {self.name!r}", workers, passes.source.n_workers, holds)
@@ -355,18 +381,24 @@ class LoaderIterator(Iterator):
 
     def _describe(self, serializer: AbstractSerializer) -> _Saved:
         """Return what is to be saved; of ranks with their own shares together."""
-        comm, source, saved = serializer.comm, self._passes.source, self._resumed
+        comm, passes, source, saved = serializer.comm, self._passes, self._passes.source, self._resumed
         if saved is None:
-            if not self._pending and self._returned.loader_state is None:
-                position = self._passes.describe()
-            else:
-                position = self._returned
-                if position.current_generators is None:
-                    position = Position(*position[:4], source.get_generators())
-            last = self._last if position.taken else None
-            marks = {"0": None if last is None else marks_of(last)}
+            last, is_amid = self._last, passes.is_open and not self._pending and (self.repeat or not self.epoch)
+            if passes.uses_state and is_amid and last is not None:
+                self._pending = [_Fetched(last, self._returned)]
+                self._look_ahead()  # at the batch to which the state must lead a resumed run
+                self._returned = self._pending.pop(0).position
+            position = self._returned
+            if not self._pending and position.loader_state is None:
+                position = passes.describe()
+            if position.current_generators is None:
+                position = Position(*position[:4], source.get_generators())
+            if self._pending and position.taken == 1 and split_state(state := passes.loader_state())[1] == 0:
+                position = Position(*position[:3], state, position.current_generators)  # it was the same after one batch
+            marks = {"0": None if last is None or not position.taken else marks_of(last)}
             ranks = max(comm.size, self.size) if self.per_rank else 0
-            saved = _Saved(position, ranks, self._sizes(), source.n_workers, marks)
+            following = marks_of(self._pending[0].batch) if self._pending and position.taken and not self.per_rank else None
+            saved = _Saved(position, ranks, self._sizes(), source.n_workers, marks, following)
         if self.per_rank:
             states = comm.gather_object((saved.position.generators, saved.marks["0"], saved.position.loader_state))
             generators, marks, loader = (
@@ -379,7 +411,7 @@ class LoaderIterator(Iterator):
 
     def _check(self, saved: _Saved) -> None:
         """Refuse what means nothing with this loader; its lengths may depend on the epoch that it is told."""
-        position, ranks, sizes, _, marks = saved
+        position, ranks, sizes, _, marks, _ = saved
         if (ranks > 0) != self.per_rank and position.taken:
             raise ValueError(
                 f"iterator {self.name!r} has per_rank={self.per_rank}, the saved run had {not self.per_rank}; "
@@ -390,10 +422,11 @@ class LoaderIterator(Iterator):
         now = self._sizes()
         if sizes["epoch_length"] or now["epoch_length"]:
             sizes, now = ({**item, "epoch_length": item["epoch_length"] or item["batches"]} for item in (sizes, now))
-        varies = self._passes.is_length_wrong and marks.get("0") is not None
+        is_compared = marks.get("0") is not None
+        may_vary = is_compared and (self._passes.is_length_wrong or now["batches"] is None)
         rules = (
             ("examples", "resume with the same dataset, or start a new run", True),
-            ("batches", "another batch size can begin at the end of an epoch only", position.taken > 0 and not varies),
+            ("batches", "another batch size can begin at the end of an epoch only", position.taken > 0 and not may_vary),
             ("epoch_length", "another length can begin at the end of an epoch only", self._epoch_position > 0),
         )
         for key, remedy, applies in rules:
@@ -404,7 +437,7 @@ class LoaderIterator(Iterator):
     def _take_up(self) -> None:
         """Go to the saved position, with data that the script has prepared since it was loaded."""
         assert self._resumed is not None
-        (position, ranks, _, workers, marks), self._resumed = self._resumed, None
+        position, ranks, _, workers, marks, next_marks = self._resumed
         if self.per_rank and max(ranks, 1) != self.size and position.taken:
             raise ValueError(
                 f"iterator {self.name!r} was saved by {ranks} ranks, each in the middle of its own share, and there "
@@ -414,6 +447,15 @@ class LoaderIterator(Iterator):
         is_last = position.taken == passes.length and not passes.is_length_wrong
         ends_epoch = self.epoch_length is None and self._epoch_position == 0
         passes.resume(position, workers, marks.get("0"), is_at_end=position.taken > 0 and (is_last or ends_epoch))
+        if next_marks is not None:
+            following = None
+            with suppress(StopIteration):
+                following = self._take()
+            again = None if following is None else marks_of(following.batch)
+            compare(passes, next_marks, again, f"batch {position.taken + 1} of this pass")
+            if following is not None:
+                self._pending.insert(0, following)
+        self._resumed = None
 
 
 def check_state(iterator: LoaderIterator) -> None:
@@ -427,15 +469,8 @@ def check_state(iterator: LoaderIterator) -> None:
     saved, batches = iterator.state_dict(), [marks_of(batch) for batch in islice(iterator, 3)]
     iterator.load_state_dict(saved)
     again = [marks_of(batch) for batch in islice(iterator, 3)]
-    same = [find_difference(*marks) is None for marks in zip(batches, again, strict=False)]
-    if len(again) != len(batches) or not all(same):
-        number = (same.index(False) if not all(same) else len(same)) + 1
-        raise ValueError(
-            f"the loader of iterator {iterator.name!r} ({type(iterator.loader).__name__}) was given its own state back and "
-            f"does not go on as it did: batch {number} after it is another one, as it would be in a run that is resumed. "
-            "Let its state hold its whole position, or hide it, so that batches are fetched again and skipped: "
-            "LoaderIterator(lambda: loader)"
-        )
+    for number, (marks, others) in enumerate(zip_longest(batches, again), 1):
+        compare(iterator._passes, marks or [], others, f"batch {number} after its own state")
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:
