@@ -92,9 +92,10 @@ def _round(rows: Sequence[Row], plan: Plan, name: str) -> list[list[float]]:
     epochs = [[0.0] * plan.epochs for _ in rows]
     loops: list[Loop] = []
     try:
-        for row in rows:
+        loops.extend(Loop(row.name, row.run, plan.epochs, plan.steps, plan.clock) for row in rows)
+        for row, loop in zip(rows, loops, strict=True):
             _say(f"{name}, the first epoch of {row.name}")
-            loops.append(Loop(row.name, row.run, plan.epochs, plan.steps, plan.clock))
+            loop.wait()
         for epoch in range(plan.epochs):
             _say(f"{name}, epoch {epoch + 1} of {plan.epochs}")
             for quarter in range(QUARTERS):

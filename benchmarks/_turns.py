@@ -44,7 +44,7 @@ class Watch:
 
 
 class Loop:
-    """A loop in its process, which begins at once and waits when its first epoch is done.
+    """A loop in its process, which begins at once and waits when its first epoch is done, for which `wait` waits.
 
     Args:
         name: for the message when it fails.
@@ -62,7 +62,10 @@ class Loop:
         self._process = context.Process(target=_run, args=(run, epochs + 2, steps, clock, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        self._seconds()  # of the first epoch, which nobody wants to know
+
+    def wait(self) -> None:
+        """Wait until its first epoch is done, which is not timed: beside those of other loops."""
+        self._seconds()
 
     def turn(self) -> float:
         """Seconds of its next quarter of an epoch."""
