@@ -69,34 +69,32 @@ def launched(bench, number, draw, place):
     return name
 
 
-def killed_worker(bench, number, draw, place):
-    """Of two workers of Ray one is killed: Ray starts both again, and the run goes on from its snapshot to the same bits."""
-    kind = ("ddp", "plain", "fsdp")[number % 3]
-    fault = Fault("kill", draw.randrange(SIZE), draw.randrange(9, 18), draw.uniform(0, 0.01))
-    run(place, on_ray(place, Options(kind=kind, fault=fault), failures=1))
-    told = World(place, [0] * SIZE, []).outcomes()
-    same("whether it has gone on from a snapshot", told[0]["started"] > 0, True)
-    bench.compare(told, bench.known(kind, SIZE)[1])
-    return kind
+def on_ray(bench, number, draw, place):
+    """Of two workers of Ray one is killed, and in another training on the same cluster one raises.
 
-
-def raising_worker(bench, number, draw, place):
-    """A worker of Ray raises: Ray tells its traceback, and so does each worker that Ray has not ended before."""
-    kind = ("plain", "ddp", "fsdp")[number % 3]
-    fault = Fault(draw.choice(["example", "loss"]), draw.randrange(SIZE), draw.randrange(9, 18))
-    said = run(place, on_ray(place, Options(kind=kind, fault=fault), failures=0), code=1)
-    wanted = [f"in in_{fault.kind}", f"broken {fault.kind}"]
-    told = {path.name: path.read_text() for path in place.glob("worker-*")}
-    if kind == "plain":  # in a group of DDP's or of FSDP2's a worker waits until Ray ends it
-        same("the workers that have told why they ended", sorted(told), [f"worker-{rank}" for rank in range(SIZE)])
+    Ray starts both again, and the run goes on from its snapshot to the same bits. It tells the traceback of the error, and
+    so does each worker that Ray has not ended before.
+    """
+    kind, other = (("ddp", "plain"), ("plain", "ddp"), ("fsdp", "fsdp"))[number % 3]
+    kill = Fault("kill", draw.randrange(SIZE), draw.randrange(9, 18), draw.uniform(0, 0.01))
+    error = Fault(draw.choice(["example", "loss"]), draw.randrange(SIZE), draw.randrange(9, 18))
+    killed, raising = place / "killed", place / "raising"
+    killed.mkdir()
+    raising.mkdir()
+    asked = [str(killed), program.as_json(Options(kind=kind, fault=kill)), "1"]
+    asked += [str(raising), program.as_json(Options(kind=other, fault=error)), "0"]
+    said = run(place, [sys.executable, str(HERE / "on_ray.py"), *asked], code=1)
+    wanted = [f"in in_{error.kind}", f"broken {error.kind}"]
+    told = {path.name: path.read_text() for path in raising.glob("worker-*")}
     for name, text in {"the driver": said, **told}.items():
         if missing := [words for words in wanted if words not in text]:
             raise WrongEndError(f"{name} does not say {missing}: {text[-3000:]}")
-    return kind
-
-
-def on_ray(place, options, failures):
-    return [sys.executable, str(HERE / "on_ray.py"), str(place), program.as_json(options), str(failures)]
+    if other == "plain":  # in a group of DDP's or of FSDP2's a worker waits until Ray ends it
+        same("the workers that have told why they ended", sorted(told), [f"worker-{rank}" for rank in range(SIZE)])
+    outcomes = World(killed, [0] * SIZE, []).outcomes()
+    same("whether it has gone on from a snapshot", outcomes[0]["started"] > 0, True)
+    bench.compare(outcomes, bench.known(kind, SIZE)[1])
+    return f"{kind} and {other}"
 
 
 def run(place, command, code=0):
@@ -130,8 +128,8 @@ ROWS = [
         "they end as with torchrun's variables, bit for bit", 3 * len(commands()), launched,
     ),
     Row(
-        "ray", "SIGKILL of one of two workers of Ray's TorchTrainer",
-        "both are started again, and the run goes on from the newest snapshot to the same bits", 6, killed_worker,
+        "ray", "SIGKILL of one of two workers of Ray's TorchTrainer; an error in one",
+        "both are started again, and go on from the newest snapshot to the same bits; all end, and its traceback is told",
+        6, on_ray,
     ),
-    Row("rayraise", "an error in one of two workers of Ray's", "all end, and its traceback is told", 6, raising_worker),
 ]  # fmt: skip

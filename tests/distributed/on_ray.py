@@ -1,8 +1,8 @@
 """Two workers of Ray's TorchTrainer train, on a cluster of this machine that ends with this process.
 
-python on_ray.py PLACE OPTIONS FAILURES    where OPTIONS is the JSON of `program.Options`, and Ray restarts FAILURES times
+python on_ray.py PLACE OPTIONS FAILURES ...    OPTIONS is the JSON of `program.Options`, and Ray restarts FAILURES times
 
-Each worker writes what becomes of it to ``PLACE/worker-RANK``.
+There are three such words for each training. Each worker writes what becomes of it to ``PLACE/worker-RANK``.
 """
 
 import os
@@ -32,20 +32,21 @@ def train(settings):
     path.write_text("done")
 
 
-def main(place, options, failures):
+def main(*words):
     temporary = tempfile.mkdtemp(prefix="ray-")  # short, since the names of its sockets are at most 107 bytes
     try:
         ray.init(
             num_cpus=SIZE + 1, include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=temporary,
             object_store_memory=100 << 20,
         )  # fmt: skip
-        TorchTrainer(
-            train,
-            train_loop_config={"place": place, "options": options},
-            torch_config=TorchConfig(backend="gloo"),
-            scaling_config=ScalingConfig(num_workers=SIZE),
-            run_config=RunConfig(storage_path=f"{place}/ray", failure_config=FailureConfig(max_failures=int(failures))),
-        ).fit()
+        for place, options, failures in zip(words[::3], words[1::3], words[2::3], strict=True):
+            TorchTrainer(
+                train,
+                train_loop_config={"place": place, "options": options},
+                torch_config=TorchConfig(backend="gloo"),
+                scaling_config=ScalingConfig(num_workers=SIZE),
+                run_config=RunConfig(storage_path=f"{place}/ray", failure_config=FailureConfig(max_failures=int(failures))),
+            ).fit()
     finally:
         ray.shutdown()
         shutil.rmtree(temporary, ignore_errors=True)
