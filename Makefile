@@ -48,6 +48,9 @@ IN_MEMORY := $(shell free=$$(df --output=avail -k /dev/shm 2>/dev/null | tail -n
 # A thread that waits for the other gives its core to another process: on two busy cores it would take three times the time.
 test check: export OMP_WAIT_POLICY := passive
 
+# Otherwise each process that compiles an update builds or loads three programs, to see whether its compiler knows the processor.
+check: export TORCHINDUCTOR_VEC_ISA_OK := 1
+
 test: install  ## the tests a contributor runs
 	PYTEST_DEBUG_TEMPROOT=$(IN_MEMORY) $(BIN)/python -m pytest --override-ini tmp_path_retention_policy=failed $(TESTS)
 
@@ -88,12 +91,12 @@ gpu: install  ## the same tests on an NVIDIA GPU, with a build of PyTorch for it
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, libraries, a device, faults, ranks, speed
 	$(MAKE) --jobs 2 --output-sync=target $(VENV)/.chainer lint  # of which one downloads
 # The longest first, and what waits for ranks and services beside what computes.
-	$(MAKE) --jobs 3 --output-sync=target .long device .lost .ranks .faults libraries browser wheel
+	$(MAKE) --jobs 3 --output-sync=target .long device .lost .ranks .faults libraries browser wheel migration
 	$(BIN)/python tests/distributed/run.py --only $(TIMED)  # with nothing beside them, as the next
 	$(BIN)/python benchmarks/gate.py
 
 .long: $(VENV)/.chainer
-	$(MIGRATION) --numprocesses 3 --no-loadscope-reorder $(LONG) tests/migration  # a third, since most of them wait
+	$(BIN)/python -m pytest --dist loadfile --numprocesses 3 --no-loadscope-reorder $(LONG)  # a third, since most of them wait
 
 .faults: $(VENV)/.libraries  # of whose optimizers random programs are made
 	$(VENV)/libraries/bin/python tests/faults/run.py
@@ -143,10 +146,9 @@ $(VENV)/.chainer: $(VENV)/.installed
 	  $(VENV)/chainer/bin/python -m pip install --quiet --no-build-isolation chainer==7.8.1; fi
 	touch $@
 
-MIGRATION = CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest --dist loadfile
-
 migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer, pytorch-pfn-extras, Ignite and Keras
-	$(MIGRATION) --numprocesses 2 tests/migration
+	CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) \
+	  $(BIN)/python -m pytest --dist loadfile --numprocesses 2 tests/migration
 
 # Loaders with states of their own, and what they import.
 LOADERS := absl-py array_record cloudpickle etils fsspec grain importlib_resources portpicker protobuf zipp \
