@@ -169,6 +169,19 @@ class EmptyFirst(NextPass):
         self.is_loaded = True
 
 
+class Drawn(ByRank):
+    """Which draws the order of a pass when it begins one, and saves how far it is in that."""
+
+    def __iter__(self):
+        return self.drawn(1 + torch.randperm(self.length))
+
+    def drawn(self, order):
+        while self.at < self.length:
+            self.at += 1
+            yield torch.full((2,), float(order[self.at - 1]))
+        self.at = 0
+
+
 def firsts(iterator, number):
     return [next(iterator).columns[0].item() for _ in range(number)]
 
@@ -196,6 +209,7 @@ EXACT = {
     "live": Live,
     "next pass": NextPass,
     "empty pass": EmptyFirst,
+    "an order that is drawn": Drawn,
 }
 
 

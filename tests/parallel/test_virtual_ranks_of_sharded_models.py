@@ -104,6 +104,22 @@ class Clearing(StandardUpdater):
         self.step()
 
 
+class Halves(StandardUpdater):
+    """Adds the gradients of so many equal parts of the loss."""
+
+    parts = 2
+
+    def update_core(self):
+        loss = self.get_model("main")(*self.next_batch()) / self.parts
+        for _ in range(self.parts):
+            self.backward(loss, retain_graph=True)
+        self.step()
+
+
+class Whole(Halves):
+    parts = 1
+
+
 def adam(net):
     return torch.optim.AdamW(net.parameters(), lr=0.02)
 
@@ -174,6 +190,14 @@ def with_extensions(trainer, net):
     trainer.extend(extensions.ExponentialMovingAverage(net, decay=0.9))
 
 
+def draw_a_factor(context):
+    """What is drawn in a step is the same on all ranks, whichever virtual ranks these have computed before."""
+    factor = float(torch.rand(()))
+    for parameter in context.updater.get_model("main").parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
 def case(virtual_ranks=4, *, net=Net, make=StandardUpdater, optimizer=adam, shard=shard_all, threshold=0.5, **settings):
     return {
         "make_net": net,
@@ -195,7 +219,9 @@ CASES = {
     "autocast": case(precision="bf16"),
     "a loss scaler": case(precision="fp16"),
     "a loss scaler, and a gradient that overflows on one rank": case(net=Overflowing, precision="fp16"),
-    "two optimizers that step together": case(optimizer=of_two),
+    "two optimizers that step together, and what is drawn for them": case(
+        optimizer=of_two, callbacks=UpdateCallbacks(update_on_start=draw_a_factor)
+    ),
     "two optimizers in an update_core of one's own": case(5, make=InTurn, optimizer=of_two),
     "an update_core of one's own with several micro-batches": case(make=InTurn, optimizer=of_two, accumulate=2),
 }
@@ -351,7 +377,8 @@ def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_the_uninterrupted_o
         assert rank[name] == uninterrupted[name]
 
 
-LOW = case(3, net=LowInside, shard=shard_low), case(3, net=LowInside, shard=shard_low, accumulate=2)
+low = partial(case, 3, net=LowInside, shard=shard_low)
+LOW = low(), low(accumulate=2), low(make=Whole), low(make=Halves)
 
 
 def trained_low(comm, out):
@@ -359,10 +386,11 @@ def trained_low(comm, out):
 
 
 def test_sharded_models_in_mixed_precision_have_the_same_bits_on_one_rank_two_and_three(tmp_path):
-    """A policy decides in which precision a rank computes, so a plain model has other bits."""
+    """A policy decides in which precision a rank computes, so a plain model has other bits; two halves of a loss have them."""
     found = [rank for size in (1, 2, 3) for rank in on_ranks(size, trained_low, str(tmp_path / str(size)))]
     assert all(isinstance(rank, list) for rank in found), found
     assert all(rank == found[0] for rank in found)
+    assert found[0][2][0] == found[0][3][0]
 
 
 REFUSED = {

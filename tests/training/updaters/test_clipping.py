@@ -45,13 +45,14 @@ def step(clip, tmp_path, accumulate=1, **settings):
     return [(old - new).detach().double().numpy() for old, new in zip(before, net.parameters(), strict=True)], trainer
 
 
+@pytest.mark.parametrize("virtual_ranks", [None, 2])
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_all_gradients_are_scaled_together_to_the_norm(tmp_path, accumulate, norm_type):
-    """In the accumulated gradient; the norm before is reported as grad_norm."""
+def test_all_gradients_are_scaled_together_to_the_norm(tmp_path, accumulate, norm_type, virtual_ranks):
+    """In the accumulated gradient, of all virtual ranks; the norm before is reported as grad_norm."""
     expected = gradients()
     norm = np.linalg.norm(np.concatenate([part.ravel() for part in expected]), norm_type)
-    changes, trainer = step(clip_grad_norm(0.5, norm_type), tmp_path, accumulate)
+    changes, trainer = step(clip_grad_norm(0.5, norm_type), tmp_path, accumulate, virtual_ranks=virtual_ranks)
     for change, gradient in zip(changes, expected, strict=True):
         np.testing.assert_allclose(change, gradient * 0.5 / norm, rtol=1e-4, atol=1e-6)
     assert float(trainer.observation["grad_norm"]) == pytest.approx(norm, rel=1e-5)
