@@ -386,7 +386,7 @@ def trained_low(comm, out):
 
 
 def test_sharded_models_in_mixed_precision_have_the_same_bits_on_one_rank_two_and_three(tmp_path):
-    """A policy decides in which precision a rank computes, so a plain model has other bits; two halves of a loss have them."""
+    """A policy decides in which precision a rank computes, so a plain model has others. Halves of a loss add up to it."""
     found = [rank for size in (1, 2, 3) for rank in on_ranks(size, trained_low, str(tmp_path / str(size)))]
     assert all(isinstance(rank, list) for rank in found), found
     assert all(rank == found[0] for rank in found)
