@@ -76,6 +76,8 @@ CASES |= {
     f"timm.{name}": lambda model, name=name: timm.optim.create_optimizer_v2(model, name, lr=1e-3)
     for name in [*timm.optim.list_optimizers(), "lookahead_adamw"]
 }
+DRAWS = {"weight_decay": 0.1, "stochastic_weight_decay": True}  # from a generator of its own
+CASES["timm.kron"] = lambda model: timm.optim.create_optimizer_v2(model, "kron", lr=1e-3, **DRAWS)
 
 
 class Net(nn.Module):
