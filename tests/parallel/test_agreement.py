@@ -362,18 +362,19 @@ def test_an_out_that_is_not_shared_is_refused(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".chainring")]
 
 
-def on_mesh(comm, out, seeds):
-    """How a run ends whose ranks compute a model together and were seeded so; what they draw in it from each generator."""
+def drawing(comm, out, seeds, on_mesh=True):
+    """How a run ends whose ranks were seeded so; what they draw in it from each generator. On a mesh all have one model."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    mesh = torch.distributed.init_device_mesh("cpu", (1, comm.size), mesh_dim_names=("dp", "tp"))
-    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    shared = comm
+    if on_mesh:
+        mesh = torch.distributed.init_device_mesh("cpu", (1, comm.size), mesh_dim_names=("dp", "tp"))
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        shared = create_communicator("cpu", mesh=mesh["dp"])
     torch.manual_seed(seeds[comm.rank])  # and Python's and NumPy's generators are what they are in each process
     data = [(torch.ones(3), torch.ones(1))] * 8
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    updater = StandardUpdater(
-        SerialIterator(data, 4), optimizer, net, loss_func=squared, comm=create_communicator("cpu", mesh=mesh["dp"])
-    )
+    updater = StandardUpdater(SerialIterator(data, 4), optimizer, net, loss_func=squared, comm=shared)
     trainer, drawn = Trainer(updater, (1, "iteration"), out=out), []
     trainer.extend(lambda trainer: drawn.extend([random.random(), np.random.rand(), torch.rand(1).item()]))
     try:
@@ -383,15 +384,20 @@ def on_mesh(comm, out, seeds):
     return drawn
 
 
-def test_ranks_that_compute_a_model_together_draw_the_same_numbers(tmp_path):
-    """Of generators that the script has not seeded too."""
-    one, other = on_two_ranks(on_mesh, str(tmp_path), (3, 3))
-    assert len(one) == 3
-    assert one == other
+def drawing_twice(comm, out):
+    return [drawing(comm, f"{out}/{on_mesh}", (3, 3), on_mesh) for on_mesh in (True, False)]
+
+
+def test_ranks_that_compute_a_model_together_draw_the_same_numbers_and_others_their_own(tmp_path):
+    """Of generators that the script has not seeded too, and where it has seeded all alike."""
+    (together, alone), (other_together, other_alone) = on_two_ranks(drawing_twice, str(tmp_path))
+    assert len(together) == len(alone) == 3
+    assert together == other_together
+    assert not set(alone) & set(other_alone)
 
 
 def test_ranks_that_compute_a_model_together_and_were_seeded_differently_are_refused(tmp_path):
     """On both, with what to write."""
-    for words in on_two_ranks(on_mesh, str(tmp_path), (3, 4)):
+    for words in on_two_ranks(drawing, str(tmp_path), (3, 4)):
         assert "rank 1 (its seed is 4) than on rank 0 (3)" in words
         assert "torch.manual_seed(seed)" in words
