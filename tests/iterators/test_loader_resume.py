@@ -56,6 +56,19 @@ class TestEvaluation:
             assert list(iterator) == []
             iterator.rewind()
 
+    def test_data_that_have_ended_stay_so_and_go_on_from_a_state_before_their_end(self):
+        """In another iterator, whose data are there, and in the same one."""
+        iterator, other = (LoaderIterator(iter([torch.tensor([k]) for k in range(3)])) for _ in range(2))
+        assert [batch.columns.item() for batch in iterator] == [0, 1, 2]
+        other.load_state_dict(iterator.state_dict())
+        assert list(other) == []
+        again = LoaderIterator([torch.tensor([k]) for k in range(3)], repeat=False)
+        next(again)
+        state = again.state_dict()
+        for _ in range(2):
+            assert [batch.columns.item() for batch in again] == [1, 2]
+            again.load_state_dict(state)
+
     @pytest.mark.parametrize("kind", ["sized", "function"])
     def test_resuming_after_a_pass_fetches_nothing(self, kind):
         """Neither warnings nor a whole validation set fetched in vain; it still is at its end."""

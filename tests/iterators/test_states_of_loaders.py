@@ -104,15 +104,15 @@ class ByRank(WithSteps):
 
 
 class Live(ByRank):
-    """Whose state is what it goes on to change."""
+    """Whose state is what it goes on to change, in place."""
 
     def __init__(self, length=LENGTH):
         super().__init__(length)
-        self.state = {"at": 0}
+        self.state = {"at": torch.tensor(0)}
 
     def __iter__(self):
         for batch in super().__iter__():
-            self.state["at"] = self.at
+            self.state["at"].fill_(self.at)
             yield batch
 
     save_state_rank = restore_state_rank = None
@@ -121,8 +121,8 @@ class Live(ByRank):
         return self.state
 
     def load_state_dict(self, state):
-        self.state = dict(state)
-        self.at = state["at"]
+        self.state = {"at": state["at"].clone()}
+        self.at = int(state["at"])
 
 
 class NextPass(ByRank):
@@ -149,6 +149,16 @@ class NextPass(ByRank):
 
     def load_state_dict(self, state):
         self.at, self.epoch = state["at"], state["epoch"]
+
+
+class NextOfUnknownLength(NextPass):
+    """Which draws numbers in each batch, those of its pass."""
+
+    __len__ = None
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch + torch.rand(())
 
 
 class EmptyFirst(NextPass):
@@ -218,6 +228,11 @@ EXACT = {
 def test_a_state_of_any_protocol_is_exact_and_nothing_is_fetched_again(tmp_path, source, epoch_length):
     """Which would be a warning, and an error here."""
     assert_resumes(lambda: LoaderIterator(source(), epoch_length=epoch_length), tmp_path)
+
+
+def test_a_loader_of_unknown_length_that_goes_on_with_the_next_pass_draws_the_numbers_of_that(tmp_path):
+    """Where an epoch is a pass, whose end is known."""
+    assert_resumes(lambda: LoaderIterator(NextOfUnknownLength()), tmp_path)
 
 
 def test_an_endless_loader_with_get_state_is_not_begun_again_with_each_epoch():
