@@ -146,8 +146,9 @@ def test_the_documents_are_made_without_a_warning(built):
 
 
 def test_public_objects_and_those_of_other_libraries_are_links(built):
-    """A class leads to its source, and the types of its arguments to the documents of Python and PyTorch."""
+    """A class leads to its source and its base, and the types of its arguments to the documents of Python and PyTorch."""
     page = (built[0] / "reference" / "training.html").read_text()
+    assert re.search(r'It has the methods of <a [^>]*href="#chainring\.training\.StandardUpdater"', page)
     assert 'href="../_modules/chainring/training/trainer.html#Trainer"' in page
     assert (built[0] / "_modules/chainring/training/trainer.html").exists()
     assert 'href="https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module"' in page
