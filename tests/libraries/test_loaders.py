@@ -92,6 +92,8 @@ def assert_resumes(make, path, cuts=(1, 2, 5, 6, 7), count=9, put_back=True):
         with begun(make) as iterator:
             state = iterator.state_dict()
             taken(iterator, 2)
+            serializers.load(path / f"{cuts[0]}", iterator)
+            taken(iterator, 1)  # and no more of a pass that was taken up
             iterator.load_state_dict(state)
             assert taken(iterator, count) == whole
 

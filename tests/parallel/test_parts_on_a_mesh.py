@@ -435,6 +435,15 @@ def updates_with_accumulation(place):
     return train(place, accumulate=3, batch=5, updates=8)
 
 
+@functools.partial(feature, layouts={"tp x dp"})
+def parameters_of_the_first_data_rank(place):
+    """Those of the others do not count, as where each was seeded differently."""
+    net = place.lay(a_net())
+    for parameter in net.parameters() if place.comm.rank else ():
+        nn.init.zeros_(local(parameter.detach()))
+    return train(place, net=net, updates=1)
+
+
 @feature
 def accumulation_up_to_the_end_of_an_epoch(place):
     return train(place, accumulate=3, batch=5, accumulate_across_epochs=False)
