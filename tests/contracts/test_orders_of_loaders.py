@@ -482,6 +482,34 @@ def test_two_that_take_turns_over_one_dataset_each_tell_their_epoch(make):
     assert (rows, [*map(int, next(training))]) == ([[0, 0], [0, 0], [1, 1]], [1, 1])
 
 
+class ToldLoader:
+    """A loader that begins anew where it is told of an epoch."""
+
+    def __init__(self):
+        self.epoch = self.at = 0
+
+    def set_epoch(self, epoch):
+        self.epoch, self.at = epoch, 0
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        while self.at < 3:
+            self.at += 1
+            yield torch.tensor([10 * self.epoch + self.at])
+
+
+def test_a_loader_is_not_told_again_in_the_middle_of_a_pass_because_another_was_told():
+    """As by an evaluation of other data: it would begin its pass again."""
+    training, evaluation = LoaderIterator(ToldLoader()), LoaderIterator(DataLoader(Told(), 2))
+    rows = []
+    for _ in range(5):
+        rows.append(next(training).columns.item())
+        next(evaluation)
+    assert rows == [1, 2, 3, 11, 12]
+
+
 # --- orders of a dataset ---
 
 

@@ -715,3 +715,16 @@ def test_a_snapshot_changes_no_batch_and_no_epoch(length):
 
     with warnings.catch_warnings(action="ignore"):
         assert rows(saves=True) == rows(saves=False)
+
+
+def test_an_evaluation_of_other_data_than_the_first_is_warned_about_once():
+    """A run that is resumed would begin with those of the first; what a function makes has the same each time."""
+    counting, made = LoaderIterator(NextPass(), repeat=False), LoaderIterator(lambda: NextPass(), repeat=False)
+    assert len([*counting]) == len([*made]) == LENGTH
+    for iterator in (counting, made):
+        iterator.rewind()
+    with pytest.warns(UserWarning, match=r"begins this evaluation with another batch.*LoaderIterator\(make_loader, repeat"):
+        assert firsts(counting, LENGTH) == [11, 12, 13, 14]
+    counting.rewind()
+    assert firsts(counting, 1) == [21]
+    assert firsts(made, 1) == [1]

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -78,12 +78,12 @@ def refuse_labels(members: Iterable[Any]) -> None:
 
 
 class Epochs:
-    """Tells all that has ``set_epoch`` of each epoch; iterators that take turns over one dataset tell it again.
+    """Tells all that has ``set_epoch`` of each epoch, and again what another iterator has told of its own since.
 
     A container comes after its contents, to which it may give another number.
     """
 
-    _last: Any = None  # who told last, of all iterators of this process
+    _tellers: ClassVar[dict[int, Any]] = {}  # by the id of a member, what it was told last, by any iterator of this process
 
     def __init__(self, members: Iterable[Any]) -> None:
         self.members = [
@@ -92,14 +92,16 @@ class Epochs:
         self._told: Any = None
 
     def tell(self, epoch: int) -> None:
-        if self._told is None or Epochs._last is not self._told or epoch != self._told[0]:
+        told = self._told
+        if told is None or epoch != told[0] or any(self._tellers.get(id(member)) is not told for member in self.members):
             self.know(epoch)
             for member in self.members:
                 member.set_epoch(epoch)
 
     def know(self, epoch: int) -> None:
         """Count an epoch as told, of which the members know by themselves."""
-        Epochs._last = self._told = [epoch]  # a new list, which is its own
+        self._told = [epoch]  # a new list, which is its own
+        self._tellers.update({id(member): self._told for member in self.members})
 
 
 def generators_of(members: Iterable[Any]) -> list[Any]:

@@ -49,10 +49,13 @@ class Source:
         inexactness: why batches do not come in the same order again, and the remedy.
         layout: what is known of the structure of its batches.
         workers_of_pass: how many workers the next pass has, where a resumed one ends as it began; otherwise ``None``.
+        first_marks: of the first batch of an evaluation, with which the others begin too.
     """
 
     has_end = False
     workers_of_pass: int | None = None
+    first_marks: _order.Marks | None = None
+    has_warned = False
     state_gap: str | None = None
     inexactness: str | None = None
 
@@ -425,6 +428,8 @@ class Passes:
                     f"({kind}) gives them different ones: cut its data by the rank of the communicator, "
                     "which is that of the data, and seed what it draws alike on all ranks"
                 )
+        if self.position.taken == 0 and not self._owner.repeat:
+            _warn_of_other_data(self, _order.marks_of(batch))
         passes, taken, generators = self.position[:3]
         start = self.loader_state() if self._fetches_again else None
         self.position = Position(passes, taken + 1, generators, start)
@@ -641,6 +646,19 @@ class Passes:
             self._other_state = self._get_state()  # which the next to be saved will be compared with
         if batch is not None:
             compare(self, marks, _order.marks_of(batch), f"the last of the {taken} batches of this epoch")
+
+
+def _warn_of_other_data(passes: Passes, marks: _order.Marks) -> None:
+    """Warn once if an evaluation begins with another batch than the first one."""
+    source = passes.source
+    source.first_marks = source.first_marks or marks
+    if not source.has_warned and _order.find_difference(source.first_marks, marks) is not None:
+        source.has_warned = True
+        warn(
+            f"the loader of iterator {passes._owner.name!r} ({type(source.loader).__name__}) begins this evaluation with "
+            "another batch than the first one, as a resumed run would not, whose loader is new. Let it return the same "
+            "batches each time, or give a function that makes a new one: LoaderIterator(make_loader, repeat=False)"
+        )
 
 
 def _take_last(passes: Passes, marks: _order.Marks | None) -> None:
