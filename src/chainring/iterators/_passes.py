@@ -49,12 +49,12 @@ class Source:
         inexactness: why batches do not come in the same order again, and the remedy.
         layout: what is known of the structure of its batches.
         workers_of_pass: how many workers the next pass has, where a resumed one ends as it began; otherwise ``None``.
-        first_marks: of the first batch of an evaluation, with which the others begin too.
+        first_marks: the number of a pass, and the marks of its first batch, with which an evaluation begins each time.
     """
 
     has_end = False
     workers_of_pass: int | None = None
-    first_marks: _order.Marks | None = None
+    first_marks: tuple[int, _order.Marks] | None = None
     has_warned = False
     state_gap: str | None = None
     inexactness: str | None = None
@@ -649,10 +649,10 @@ class Passes:
 
 
 def _warn_of_other_data(passes: Passes, marks: _order.Marks) -> None:
-    """Warn once if an evaluation begins with another batch than the first one."""
-    source = passes.source
-    source.first_marks = source.first_marks or marks
-    if not source.has_warned and _order.find_difference(source.first_marks, marks) is not None:
+    """Warn once if an evaluation begins the same pass with another batch than the first one."""
+    source, begun = passes.source, passes.position.passes
+    number, first = source.first_marks = source.first_marks or (begun, marks)
+    if begun == number and not source.has_warned and _order.find_difference(first, marks) is not None:
         source.has_warned = True
         warn(
             f"the loader of iterator {passes._owner.name!r} ({type(source.loader).__name__}) begins this evaluation with "
