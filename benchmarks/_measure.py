@@ -48,12 +48,14 @@ class Plan:
         rounds: of which the median is taken.
         epochs: of a round, of which the median is taken as well.
         clock: gives seconds.
+        begins_at_once: the first epochs of a round, which are not timed, run beside one another: where they compile.
     """
 
     steps: int
     rounds: int
     epochs: int
     clock: Callable[[], float] = time.perf_counter
+    begins_at_once: bool = False
 
 
 @dataclass
@@ -92,9 +94,12 @@ def _round(rows: Sequence[Row], plan: Plan, name: str) -> list[list[float]]:
     epochs = [[0.0] * plan.epochs for _ in rows]
     loops: list[Loop] = []
     try:
-        loops.extend(Loop(row.name, row.run, plan.epochs, plan.steps, plan.clock) for row in rows)
-        for row, loop in zip(rows, loops, strict=True):
+        for row in rows:
             _say(f"{name}, the first epoch of {row.name}")
+            loops.append(Loop(row.name, row.run, plan.epochs, plan.steps, plan.clock))
+            if not plan.begins_at_once:
+                loops[-1].wait()
+        for loop in loops if plan.begins_at_once else ():
             loop.wait()
         for epoch in range(plan.epochs):
             _say(f"{name}, epoch {epoch + 1} of {plan.epochs}")

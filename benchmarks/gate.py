@@ -74,8 +74,8 @@ def keys(out: Path) -> dict[str, float]:
 def whole_epochs(out: Path) -> dict[str, float]:
     """Of an epoch of the script; of one of layers of 1,000 units, which takes seconds, where it is compiled."""
     small, large = ({row.name: row for row in epochs.rows_of(out, units)[0]} for units in (50, 1_000))
-    found = _ratios(EPOCHS, small, Plan(_epochs.STEPS, ROUNDS, EPOCHS_OF_ROUND))
-    wide = _ratios([COMPILED], large, Plan(_epochs.STEPS, ROUNDS, 1))
+    found = _ratios(EPOCHS, small, Plan(_epochs.STEPS, ROUNDS, EPOCHS_OF_ROUND, begins_at_once=True))
+    wide = _ratios([COMPILED], large, Plan(_epochs.STEPS, ROUNDS, 1, begins_at_once=True))
     return found | {f"{name}, 1,000 units": ratio for name, ratio in wide.items()}
 
 
