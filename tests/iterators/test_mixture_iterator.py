@@ -209,6 +209,17 @@ def test_other_weights_at_a_resume_are_announced_and_counted_from_there(capsys):
     assert "weights" not in capsys.readouterr().out
 
 
+def test_weights_of_the_script_take_the_place_of_those_of_a_function_at_a_resume(capsys):
+    """Said if they are others than those that it gave last."""
+    iterator = MixtureIterator(sources([50, 50]), 10, weights=lambda count: {"s0": 1, "s1": 1}, seed=0)
+    taken(iterator, 3)
+    for share, says in ((1, False), (9, True)):
+        again = MixtureIterator(sources([50, 50]), 10, weights={"s0": share, "s1": 1})
+        again.load_state_dict(iterator.state_dict())
+        assert ("weights of iterator 'main'" in capsys.readouterr().out) == says
+        assert deviation(taken(again, 5), {"s0": share, "s1": 1}) <= 1
+
+
 def test_a_position_of_a_trillion_examples_is_reached_by_its_state():
     """At once, where to walk there would take a year."""
     iterator = MixtureIterator(sources([1000, 3000]), 10, weights={"s0": 0.123456789, "s1": 0.876543211}, seed=0)

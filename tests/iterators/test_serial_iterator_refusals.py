@@ -15,6 +15,8 @@ from chainring.iterators import (
     MultiprocessIterator,
     PackingIterator,
     SerialIterator,
+    TokenOrderSampler,
+    WeightedOrderSampler,
 )
 
 
@@ -55,8 +57,10 @@ def test_settings_of_another_kind_are_refused(kwargs):
         (partial(PackingIterator, [[1, 2]], 4, 1), ("split", "repeat", "shuffle")),
         (partial(LoaderIterator, [[1, 2]]), ("per_rank", "repeat")),
         (partial(BucketOrderSampler, [1, 2], 1), ("drop_last",)),
+        (partial(TokenOrderSampler, [1, 2], 4), ("padded",)),
+        (partial(WeightedOrderSampler, [1, 2]), ("replacement",)),
     ],
-    ids=["serial", "mixture", "packing", "loader", "sampler"],
+    ids=["serial", "mixture", "packing", "loader", "buckets", "tokens", "weighted"],
 )
 def test_what_is_true_or_false_is_not_guessed_of_a_word(make, flags):
     """Of a configuration, for example, where "no" would count as true; numbers and NumPy's bools are taken."""

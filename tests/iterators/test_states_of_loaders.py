@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -378,6 +378,31 @@ def test_a_rehearsal_refuses_a_state_that_leads_elsewhere(tmp_path):
     with pytest.raises(ValueError, match=r"batch 3 of this pass differs.*LoaderIterator\(lambda: loader\)"):
         rehearsed(Misses(), tmp_path)
     rehearsed(lambda: iter(Misses()), tmp_path)
+
+
+class Noisy(NextPass):
+    """With noise from a generator that is in no state, beside the number of each example."""
+
+    def __iter__(self):
+        generator = np.random.default_rng(len(self.begun))
+        self.begun.append(generator)
+        for batch in super().__iter__():
+            yield batch + generator.random(), batch.long()
+
+    begun: ClassVar[list] = []
+
+
+def test_a_rehearsal_refuses_a_state_that_leads_to_other_numbers(tmp_path):
+    """Of the same examples, of which a resumed run is only warned."""
+    model = Mean()
+    updater = StandardUpdater(
+        LoaderIterator(Noisy()), torch.optim.SGD(model.parameters(), 0.01), model, loss_func=lambda model, x, _: model(x)
+    )
+    with (
+        pytest.warns(UserWarning, match="other numbers in them"),
+        pytest.raises(ValueError, match="batch 1 after its own state differs"),
+    ):
+        Trainer(updater, (1, "epoch"), out=str(tmp_path)).rehearse()
 
 
 @pytest.mark.parametrize("loader", [NextPass, EmptyFirst, WithSteps, ByRank])

@@ -50,6 +50,7 @@ class Source:
         layout: what is known of the structure of its batches.
         workers_of_pass: how many workers the next pass has, where a resumed one ends as it began; otherwise ``None``.
         first_marks: the number of a pass, and the marks of its first batch, with which an evaluation begins each time.
+        has_warned: True once another one was warned about.
     """
 
     has_end = False
@@ -428,7 +429,7 @@ class Passes:
                     f"({kind}) gives them different ones: cut its data by the rank of the communicator, "
                     "which is that of the data, and seed what it draws alike on all ranks"
                 )
-        if self.position.taken == 0 and not self._owner.repeat:
+        if self.position.taken == 0 and not self._owner.repeat and not self.source.has_warned:
             _warn_of_other_data(self, _order.marks_of(batch))
         passes, taken, generators = self.position[:3]
         start = self.loader_state() if self._fetches_again else None
@@ -652,7 +653,7 @@ def _warn_of_other_data(passes: Passes, marks: _order.Marks) -> None:
     """Warn once if an evaluation begins the same pass with another batch than the first one."""
     source, begun = passes.source, passes.position.passes
     number, first = source.first_marks = source.first_marks or (begun, marks)
-    if begun == number and not source.has_warned and _order.find_difference(first, marks) is not None:
+    if begun == number and _order.find_difference(first, marks) is not None:
         source.has_warned = True
         warn(
             f"the loader of iterator {passes._owner.name!r} ({type(source.loader).__name__}) begins this evaluation with "
@@ -670,7 +671,7 @@ def _take_last(passes: Passes, marks: _order.Marks | None) -> None:
             found.append(_order.marks_of(passes.take()))
     compare(passes, marks, found[0] if found else None, "the last batch of this pass")
     if len(found) == 2:
-        raise _refusal(passes, "the end of this pass")
+        raise refusal(passes, "the end of this pass")
     passes.end()
 
 
@@ -684,10 +685,11 @@ def compare(passes: Passes, marks: _order.Marks | None, again: _order.Marks | No
             "for each batch, or from a generator that is an attribute of theirs"
         )
     elif difference is not None:
-        raise _refusal(passes, which)
+        raise refusal(passes, which)
 
 
-def _refusal(passes: Passes, which: str) -> ValueError:
+def refusal(passes: Passes, which: str) -> ValueError:
+    """Return the error of a loader that gives another batch than it gave, with the remedy."""
     remedy = (
         "Resume with the same data, shuffle, sampler and batch size, or from a snapshot of the end of an epoch. Let "
         "a sampler draw from the global generators or from one that is an attribute of it, and prepare data that "

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from chainring._checks import is_integer, plain
 from chainring._messages import warn
 from chainring._random import digest
-from chainring.iterators._order import Marks, contents, marks_of, split_state, state_after
-from chainring.iterators._passes import Passes, Position, compare, source_of
+from chainring.iterators._order import Marks, contents, find_difference, marks_of, split_state, state_after
+from chainring.iterators._passes import Passes, Position, compare, refusal, source_of
 from chainring.iterators.base import Batch, Iterator, counters_of
 from chainring.iterators.serial import require_flag
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional, visit_setting
@@ -386,8 +386,10 @@ class LoaderIterator(Iterator):
             last, is_amid = self._last, passes.is_open and not self._pending and (self.repeat or not self.epoch)
             if passes.uses_state and is_amid and last is not None:
                 self._pending = [_Fetched(last, self._returned)]
-                self._look_ahead()  # at the batch to which the state must lead a resumed run
-                self._returned = self._pending.pop(0).position
+                try:
+                    self._look_ahead()  # at the batch to which the state must lead a resumed run
+                finally:
+                    self._returned = self._pending.pop(0).position
             position = self._returned
             if not self._pending and position.loader_state is None:
                 position = passes.describe()
@@ -470,7 +472,8 @@ def check_state(iterator: LoaderIterator) -> None:
     iterator.load_state_dict(saved)
     again = [marks_of(batch) for batch in islice(iterator, 3)]
     for number, (marks, others) in enumerate(zip_longest(batches, again), 1):
-        compare(iterator._passes, marks or [], others, f"batch {number} after its own state")
+        if marks is None or others is None or find_difference(marks, others) is not None:
+            raise refusal(iterator._passes, f"batch {number} after its own state")
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:

@@ -586,7 +586,8 @@ class MixtureIterator(MultiprocessIterator):
         weights = tuple(map(Fraction, texts))
         self._start = began
         anchor = Anchor(position, given, changed_at, weights)
-        if self._given and of_script and tuple(map(Fraction, of_script)) != self._given:
+        # A script has none with a function; weights that were commanded since hold on if those of the script are the same.
+        if self._given and self._given not in (weights, tuple(map(Fraction, of_script))):
             old, new = ([round(float(weight), 6) for weight in values] for values in (weights, self._given))
             holds = "nothing is lost or repeated; the next shares are counted from here"
             announce_change(f"weights of iterator {self.name!r}", old, new, holds)

@@ -87,7 +87,7 @@ class TokenOrderSampler:
     def __init__(self, lengths: ArrayLike | torch.Tensor, max_tokens: int, *, padded: bool = True, pool: int = 100) -> None:
         self.lengths = _to_column("lengths", lengths).astype(np.float64)
         self.max_tokens = require_integer("max_tokens", max_tokens, 1)
-        self.padded, self.pool = padded, require_integer("pool", pool, 1)
+        self.padded, self.pool = require_flag("padded", padded), require_integer("pool", pool, 1)
         if len(longer := np.flatnonzero(self.lengths > max_tokens)):
             raise ValueError(
                 f"every example fits into a batch, and example {longer[0]} has {self.lengths[longer[0]]:g} tokens for "
@@ -151,7 +151,7 @@ class WeightedOrderSampler:
         if not possible:
             raise ValueError(f"at least one weight must be above 0, got {len(self.weights)} without")
         self.num_samples = len(self.weights) if num_samples is None else require_integer("num_samples", num_samples, 1)
-        self.replacement = replacement
+        self.replacement = require_flag("replacement", replacement)
         if not replacement and self.num_samples > possible:
             raise ValueError(
                 f"without replacement an epoch has at most the {possible} examples that have a weight above 0, "
