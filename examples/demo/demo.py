@@ -28,9 +28,9 @@ def command(out: Path, epochs: int) -> list[str]:
 
 
 def rows(out: Path) -> list[dict]:
-    """Return the rows of the log so far."""
-    path = out / "log.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the rows of the log so far, from the array, which is valid whenever it is opened."""
+    path = out / "log"
+    return json.loads(path.read_text()) if path.exists() else []
 
 
 def is_unfinished(out: Path, epochs: int) -> bool:

@@ -187,7 +187,8 @@ class Bench:
             with self.attempt(place, Settings(plan=plan)) as attempt:
                 attempt.wait_for()
             found = check_directory(place / "out")
-            rows = [json.loads(row) for row in (place / "out" / "log.jsonl").read_text().splitlines()]
+            whole = (place / "out" / "log.jsonl").read_text().rpartition("\n")[0]  # the kill may have cut the last row
+            rows = [json.loads(row) for row in whole.splitlines()]
             kept = sorted(iteration for name, iteration in found.items() if name.startswith("snapshot"))
             has_later = (
                 max(found.values()) < rows[-1]["iteration"] and found.get(os.readlink(place / "out" / "best"), 0) > kept[0]
