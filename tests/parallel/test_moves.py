@@ -46,7 +46,8 @@ def moved(world, directory):
         a_trainer(layout, f"{directory}/{layout}", WIDTH, lr=0.01).run()
     wrong, read = {}, {}
     for target in EVERY:
-        trainer = a_trainer(target, f"{directory}/other", WIDTH, seed=4)
+        first, trainer = [a_trainer(target, f"{directory}/other", WIDTH, seed=4) for _ in range(2)]
+        serializers.load(f"{directory}/one/snapshot_iter_1", first)  # at which Python loads modules, and is not measured
         for source in ("one", *EVERY):
             snapshot = f"{directory}/{source}/snapshot_iter_1"
             before = bytes_read()
@@ -75,7 +76,7 @@ def test_a_snapshot_of_any_layout_is_loaded_in_any_other_bit_for_bit(ranks):
 
 def test_all_ranks_together_read_a_snapshot_once(ranks, directory):
     """At most a tenth more than its files, in every layout, also where every rank needs everything."""
-    for move in list(ranks[0][1])[1:]:  # Python loads modules at the first
+    for move in ranks[0][1]:
         size = sum(path.stat().st_size for path in (directory / move.partition(" ->")[0] / "snapshot_iter_1").iterdir())
         assert sum(read[move] for _, read in ranks) <= 1.1 * size, move
 
