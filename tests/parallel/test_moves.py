@@ -36,8 +36,8 @@ def different(found, wanted):
 
 
 def bytes_read():
-    """How many bytes this process has read from files so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+    """How many bytes this thread has read so far: others answer ranks, and look whether their processes live."""
+    return int(Path("/proc/thread-self/io").read_text().split()[1])
 
 
 def moved(world, directory):
@@ -75,10 +75,10 @@ def test_a_snapshot_of_any_layout_is_loaded_in_any_other_bit_for_bit(ranks):
 
 
 def test_all_ranks_together_read_a_snapshot_once(ranks, directory):
-    """At most a tenth more than its files, in every layout, also where every rank needs everything."""
+    """At most a hundredth more than its files, in every layout, also where every rank needs everything."""
     for move in ranks[0][1]:
         size = sum(path.stat().st_size for path in (directory / move.partition(" ->")[0] / "snapshot_iter_1").iterdir())
-        assert sum(read[move] for _, read in ranks) <= 1.1 * size, move
+        assert size <= sum(read[move] for _, read in ranks) <= 1.01 * size, move
 
 
 def loaded_twice(world, out):
@@ -97,7 +97,7 @@ def loaded_twice(world, out):
 def test_the_header_of_a_file_that_all_ranks_share_is_read_once(tmp_path):
     """It is half of a file of many small tensors."""
     size = sum(on_ranks(4, loaded_twice, str(tmp_path)))
-    assert size <= 1.1 * sum(path.stat().st_size for path in (tmp_path / "snapshot_iter_1").iterdir())
+    assert size <= 1.01 * sum(path.stat().st_size for path in (tmp_path / "snapshot_iter_1").iterdir())
 
 
 @pytest.mark.parametrize("layout", EVERY)
