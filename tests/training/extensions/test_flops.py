@@ -213,11 +213,14 @@ def test_operations_follow_the_examples_of_batches_that_differ(tmp_path, clock):
 
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"virtual_ranks": 2}, {"precision": "bf16"}])
 def test_counting_changes_no_bit(tmp_path, settings):
-    """Of parameters, random numbers and what is reported; dropout and an LSTM in it."""
-    ends = []
+    """Of parameters, random numbers and what is reported; dropout and an LSTM in it, or a GRU.
+
+    Not every processor computes an LSTM of torch in bfloat16.
+    """
+    ends, recurrent = [], nn.GRU if "precision" in settings else nn.LSTM
     for flops in (None, True):
         torch.manual_seed(7)
-        net = Net(lambda x, a, b, c: c(b(a(x)[0])), nn.LSTM(8, 6, batch_first=True), nn.Dropout(), nn.Linear(6, 3))
+        net = Net(lambda x, a, b, c: c(b(a(x)[0])), recurrent(8, 6, batch_first=True), nn.Dropout(), nn.Linear(6, 3))
         updater = updater_for(net, SERIES, **settings)
         trainer = training.Trainer(updater, (3, "iteration"), out=str(tmp_path / str(flops)))
         trainer.extend(extensions.Throughput((1, "iteration"), flops=flops))
