@@ -230,9 +230,10 @@ def test_a_state_of_any_protocol_is_exact_and_nothing_is_fetched_again(tmp_path,
     assert_resumes(lambda: LoaderIterator(source(), epoch_length=epoch_length), tmp_path)
 
 
-def test_a_loader_of_unknown_length_that_goes_on_with_the_next_pass_draws_the_numbers_of_that(tmp_path):
-    """Where an epoch is a pass, whose end is known."""
-    assert_resumes(lambda: LoaderIterator(NextOfUnknownLength()), tmp_path)
+@pytest.mark.parametrize("epoch_length", [None, 3, LENGTH, 2 * LENGTH])
+def test_a_loader_of_unknown_length_that_goes_on_with_the_next_pass_draws_the_numbers_of_that(tmp_path, epoch_length):
+    """Whether an epoch is a pass or not: a snapshot finds that a pass has ended."""
+    assert_resumes(lambda: LoaderIterator(NextOfUnknownLength(), epoch_length=epoch_length), tmp_path)
 
 
 def test_an_endless_loader_with_get_state_is_not_begun_again_with_each_epoch():

@@ -38,6 +38,7 @@ class _Saved(NamedTuple):
     workers: int
     marks: dict[str, Marks | None]  # of the last batch, of each rank that has its own
     next_marks: Marks | None = None  # of the batch after it, where that has been fetched
+    is_at_end: bool = False  # of the pass, behind its last batch
 
 
 def _with_state(passes: Passes, fetched: _Fetched) -> _Fetched:
@@ -357,9 +358,10 @@ class LoaderIterator(Iterator):
         ranks = visit_optional(serializer, "ranks", saved.ranks)
         workers, marks = serializer("workers", saved.workers), serializer("last_batch", saved.marks)
         next_marks = visit_optional(serializer, "next_batch", saved.next_marks)
+        is_at_end = serializer("is_at_end", saved.is_at_end)
         if saving:
             return
-        self._check(_Saved(position, ranks, sizes, workers, marks, next_marks))
+        self._check(_Saved(position, ranks, sizes, workers, marks))
         self._last, self._pending, self._since_mark, self._error = None, [], None, None
         passes.close()
         if self.per_rank:
@@ -369,7 +371,7 @@ class LoaderIterator(Iterator):
             marks = {"0": marks.get(rank)}
         passes.position = self._returned = position
         passes.has_ended = has_ended
-        self._resumed = _Saved(position, ranks, sizes, workers, marks, next_marks)
+        self._resumed = _Saved(position, ranks, sizes, workers, marks, next_marks, is_at_end)
         if position.taken and workers != passes.source.n_workers:
             holds = "this epoch ends as it began, the next has the new number"
             announce_change(f"num_workers of iterator {self.name!r}", workers, passes.source.n_workers, holds)
@@ -400,7 +402,8 @@ class LoaderIterator(Iterator):
             marks = {"0": None if last is None or not position.taken else marks_of(last)}
             ranks = max(comm.size, self.size) if self.per_rank else 0
             following = marks_of(self._pending[0].batch) if self._pending and position.taken and not self.per_rank else None
-            saved = _Saved(position, ranks, self._sizes(), source.n_workers, marks, following)
+            is_at_end = not self._pending and 0 == passes.position.taken < position.taken
+            saved = _Saved(position, ranks, self._sizes(), source.n_workers, marks, following, is_at_end)
         if self.per_rank:
             states = comm.gather_object((saved.position.generators, saved.marks["0"], saved.position.loader_state))
             generators, marks, loader = (
@@ -413,7 +416,7 @@ class LoaderIterator(Iterator):
 
     def _check(self, saved: _Saved) -> None:
         """Refuse what means nothing with this loader; its lengths may depend on the epoch that it is told."""
-        position, ranks, sizes, _, marks, _ = saved
+        position, ranks, sizes, _, marks, *_ = saved
         if (ranks > 0) != self.per_rank and position.taken:
             raise ValueError(
                 f"iterator {self.name!r} has per_rank={self.per_rank}, the saved run had {not self.per_rank}; "
@@ -439,16 +442,14 @@ class LoaderIterator(Iterator):
     def _take_up(self) -> None:
         """Go to the saved position, with data that the script has prepared since it was loaded."""
         assert self._resumed is not None
-        position, ranks, _, workers, marks, next_marks = self._resumed
+        position, ranks, _, workers, marks, next_marks, is_at_end = self._resumed
         if self.per_rank and max(ranks, 1) != self.size and position.taken:
             raise ValueError(
                 f"iterator {self.name!r} was saved by {ranks} ranks, each in the middle of its own share, and there "
                 f"are {self.size}: resume with as many, or from a snapshot of the end of an epoch"
             )
         passes = self._passes
-        is_last = position.taken == passes.length and not passes.is_length_wrong
-        ends_epoch = self.epoch_length is None and self._epoch_position == 0
-        passes.resume(position, workers, marks.get("0"), is_at_end=position.taken > 0 and (is_last or ends_epoch))
+        passes.resume(position, workers, marks.get("0"), is_at_end=is_at_end)
         if next_marks is not None:
             following = None
             with suppress(StopIteration):
