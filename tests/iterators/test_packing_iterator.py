@@ -250,6 +250,7 @@ def test_behind_thousands_of_empty_documents_the_others_are_found(split):
         ("text", {}, TypeError, "example 0 is a str"),
         ((1, 2), {}, TypeError, "example 0 is a tuple"),
         (np.int64(1), {}, TypeError, r"an array of int64 and shape \(\)"),
+        (np.ma.array([1, 2], mask=[True, False]), {}, TypeError, "example 0 is a MaskedArray"),
         (torch.zeros(2, dtype=torch.bfloat16), {}, TypeError, r"example 0 is an array of torch.bfloat16 and shape \(2,\)"),
         (torch.zeros(2, dtype=int, device="meta"), {}, TypeError, "example 0 is an array of torch.int64"),
         (np.array([1, 2**63], np.uint64), {}, ValueError, r"has 9223372036854775808; .* take tokens\.astype\(np\.int64\)"),

@@ -562,8 +562,9 @@ def _tokens_of(example: Any, number: int) -> NDArray[np.integer]:
             tokens = example.numpy(force=True)
         elif isinstance(example, list):  # and no tuple, which is an example of several columns
             tokens = np.array(example) if example else np.empty(0, np.int64)
-    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        has_shape = isinstance(tokens, (np.ndarray, np.generic, torch.Tensor))
+    is_masked = isinstance(tokens, np.ma.MaskedArray)  # whose mask would be lost
+    if is_masked or not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        has_shape = isinstance(tokens, (np.ndarray, np.generic, torch.Tensor)) and not is_masked
         shown = f"an array of {tokens.dtype} and shape {tuple(tokens.shape)}" if has_shape else f"a {type(tokens).__name__}"
         raise TypeError(
             f"a document is one dimension of integers, and example {number} is {shown}; take them out of it by "
