@@ -293,6 +293,13 @@ def turned_for_a_while(out):
     return turned({13: 0.5, 15: 1.0}, out, (20, "epoch"))
 
 
+def turned_in_a_crowd(out):
+    """The same in a model of so many attributes that all comparisons of them take seconds."""
+    trainer = turned_for_a_while(out)
+    trainer.updater.get_model("main").notes = [[number] for number in range(5000)]
+    return trainer
+
+
 class Phase(enum.Enum):
     """Of a training."""
 

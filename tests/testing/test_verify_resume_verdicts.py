@@ -65,12 +65,20 @@ def test_the_first_line_says_as_far_as_what_a_run_is_exact(make_trainer, iterati
     assert [text for text, limit in zip(said, limits, strict=bool(limits)) if not text.startswith(limit)] == []
 
 
-@pytest.mark.parametrize("make_trainer", [programs.turned_late, programs.turned_for_a_while])
+@pytest.mark.parametrize("make_trainer", [programs.turned_late, programs.turned_for_a_while, programs.turned_in_a_crowd])
 def test_a_change_late_in_the_run_is_found(make_trainer):
     """An attribute that is turned at the end of an epoch: the run is killed up to its end, and in each phase."""
-    text = finding(make_trainer, ResumeDiffers, iterations=None)
+    text = finding(make_trainer, ResumeDiffers, iterations=None, seconds=200, timeout=700)
     assert "observation/main/loss" in text
     assert "updater.model:main.scale: 0.5 -> 1.0" in text
+
+
+def test_phases_that_were_not_looked_for_are_named():
+    """To compare so many attributes takes more than 15 % of its seconds; the first time it is done."""
+    text = report(programs.turned_in_a_crowd, iterations=30, seconds=0.1)
+    assert re.search(
+        r"Not reached in 30 iterations: .*phases that began unseen: attributes were compared at 1 of \d points", text
+    )
 
 
 def test_a_run_that_is_longer_than_its_seconds_is_exact_up_to_there():

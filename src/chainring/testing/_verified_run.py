@@ -34,7 +34,8 @@ from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
 _FEW = 10  # iterations, for which a run may take longer than its seconds
-_MOST_LOOKS, _LOOKS_EACH = 0.1, 8  # of the time of a run, and the iterations after which it may be looked at
+_LOOKS_EACH = 8  # iterations after which a run may be looked at
+_MOST_LOOKS = 0.15  # of the time that a run may take, or takes if that is longer
 _RARELY = 4  # the part of the looks in which what marks a phase has changed at most
 _CACHES = frozenset(["__pycache__", ".cache", "matplotlib"])  # folders of files that are no results
 _HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # in the keys that an evaluation reports
@@ -127,7 +128,8 @@ class _Recording(Observer):
         self._began = 0.0
         self._seen: Attributes = {}
         self._changes: list[tuple[int, set[str]]] = []  # of attributes, and the iterations at which that was seen
-        self._looked = -1.0  # seconds
+        self._looked = 0.0  # seconds
+        self._not_looked = 0  # times at which it would have taken too long
         self._events: set[str] = set()  # of the present iteration
         batches: list[dict[str, str]] = []
         self._batches = batches  # of the present iteration
@@ -181,11 +183,13 @@ class _Recording(Observer):
     def _look(self, trainer: Trainer, iteration: int) -> None:
         """Note which attributes have changed since the last look, unless the looks would take too long."""
         began = time.monotonic()
-        if self._looked <= _MOST_LOOKS * (began - self._began):
-            seen = attributes_of(trainer, in_modules=True)
-            self._changes.append((iteration, {path for path, text in self._seen.items() if seen.get(path) != text}))
-            self._seen = seen
-            self._looked += time.monotonic() - began
+        if self._looked > _MOST_LOOKS * max(began - self._began, self._task.seconds):
+            self._not_looked += 1
+            return
+        seen = attributes_of(trainer, in_modules=True)
+        self._changes.append((iteration, {path for path, text in self._seen.items() if seen.get(path) != text}))
+        self._seen = seen
+        self._looked += time.monotonic() - began
 
     def _phases(self) -> list[int]:
         """Return the iterations at which attributes had changed that do so rarely."""
@@ -201,6 +205,7 @@ class _Recording(Observer):
         facts = {
             "ended_itself": ended_itself,
             "phases": self._phases(),
+            "looks": [len(self._changes), self._not_looked],
             "is_script": __name__ == "__main__",
             "continues": any(getattr(entry.extension, "autoload", False) for entry in trainer.entries if entry.is_snapshot),
             "threads": torch.get_num_threads(),

@@ -239,6 +239,12 @@ class _Verification:
             verdict.kills = [Kill(begin + point, begin + point) for point in points]
         else:
             verdict.kills, verdict.not_reached = _choose_kills(events, facts["phases"])
+            looks, left_out = facts["looks"]
+            if left_out:
+                verdict.not_reached.append(
+                    f"phases that began unseen: attributes were compared at {looks} of {looks + left_out} points, since "
+                    "more would take over 15 % of its seconds (--seconds, seconds=)"
+                )
         kills = verdict.kills
         if not kills:
             raise NotTried(f"the run ended after {length} iterations by itself: let it train for longer, to be killed")
