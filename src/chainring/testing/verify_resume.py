@@ -158,7 +158,7 @@ class Verdict:
     report: str = ""
     iterations: int = 0
     kills: list[Kill] = field(default_factory=list)
-    not_reached: list[str] = field(default_factory=list)  # kinds of points
+    not_reached: list[str] = field(default_factory=list)  # kinds of points, and phases
     unsaved: dict[str, str] = field(default_factory=dict)  # by path, what changes: uninterrupted, or saved -> resumed
     caches: dict[str, str] = field(default_factory=dict)  # the same of what may be a cache, or is of an installed package
     unseen: dict[str, str] = field(default_factory=dict)  # by path, what could not be looked into
