@@ -74,7 +74,7 @@ def test_a_change_late_in_the_run_is_found(make_trainer):
 
 
 def test_phases_that_were_not_looked_for_are_named():
-    """To compare so many attributes takes more than 15 % of its seconds; the first time it is done."""
+    """To compare so many attributes takes a large part of its seconds; the first time it is done."""
     text = report(programs.turned_in_a_crowd, iterations=30, seconds=0.1)
     assert re.search(
         r"Not reached in 30 iterations: .*phases that began unseen: attributes were compared at 1 of \d points", text

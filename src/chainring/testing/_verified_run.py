@@ -35,7 +35,7 @@ from chainring.training.updaters.callbacks import UpdateCallbacks
 
 _FEW = 10  # iterations, for which a run may take longer than its seconds
 _LOOKS_EACH = 8  # iterations after which a run may be looked at
-_MOST_LOOKS = 0.15  # of the time that a run may take, or takes if that is longer
+_MOST_LOOKS = 0.2  # of the time that a run may take, and as much of what it has taken
 _RARELY = 4  # the part of the looks in which what marks a phase has changed at most
 _CACHES = frozenset(["__pycache__", ".cache", "matplotlib"])  # folders of files that are no results
 _HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # in the keys that an evaluation reports
@@ -183,7 +183,7 @@ class _Recording(Observer):
     def _look(self, trainer: Trainer, iteration: int) -> None:
         """Note which attributes have changed since the last look, unless the looks would take too long."""
         began = time.monotonic()
-        if self._looked > _MOST_LOOKS * max(began - self._began, self._task.seconds):
+        if self._looked > _MOST_LOOKS * (began - self._began + self._task.seconds):
             self._not_looked += 1
             return
         seen = attributes_of(trainer, in_modules=True)

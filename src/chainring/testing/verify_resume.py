@@ -243,7 +243,7 @@ class _Verification:
             if left_out:
                 verdict.not_reached.append(
                     f"phases that began unseen: attributes were compared at {looks} of {looks + left_out} points, since "
-                    "more would take over 15 % of its seconds (--seconds, seconds=)"
+                    "more would take too large a part of its seconds (--seconds, seconds=)"
                 )
         kills = verdict.kills
         if not kills:
