@@ -242,8 +242,8 @@ class _Verification:
             looks, left_out = facts["looks"]
             if left_out:
                 verdict.not_reached.append(
-                    f"phases that began unseen: attributes were compared at {looks} of {looks + left_out} points, since "
-                    "more would take too large a part of its seconds (--seconds, seconds=)"
+                    f"phases in which attributes were not compared, which was done {looks} of {looks + left_out} times to "
+                    "save time; more --seconds (seconds=) allow more"
                 )
         kills = verdict.kills
         if not kills:
