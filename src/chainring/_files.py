@@ -253,7 +253,7 @@ class AppendOnly:
     A snapshot beside the file has these three in place of the bytes: it does not grow with the file. More bytes may follow
     in the file, of updates after the snapshot, or a tail that the next write replaces. Without a path, as in a run in
     memory, the bytes are in ``content``; of a file that another process appends to, the last that it was given, or if it
-    ``keeps`` them all that it was given.
+    ``keeps`` them all that it was given. Where these are all, the file need not be there.
     """
 
     path: Path | None = None
@@ -282,7 +282,7 @@ class AppendOnly:
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes, as far as they are there."""
-        if self.path is None:
+        if self.path is None or len(self.content) == self.size:
             yield bytes(self.content)
             return
         # The path may be a link, of a file that a person has moved: the checksum tells whose bytes it leads to.
